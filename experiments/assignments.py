@@ -33,7 +33,7 @@ from common import (
     arguments,
     in_sentences,
     is_short,
-    judged,
+    judgements,
     metric_record,
     short_words,
 )
@@ -209,16 +209,16 @@ def reading(plans: Sequence[Mapping[str, Any]], metric: Metric) -> str:
     assigned = [plan for name, plan in records.items() if name.startswith("r = ") and "," not in name]
     if not assigned:
         return " ".join([*sentences, "Without an assignment that was run to its end the claim cannot be read."])
-    judgements = {plan["plan"]: judged(plan, base, metric, SAME) for plan in (*assigned, operator)}
-    verdicts = ", ".join(f"{name} {judgement.verdict}" for name, judgement in judgements.items())
+    judged = judgements(records.values(), base, metric, SAME)
+    verdicts = ", ".join(f"{plan['plan']} {judged[plan['plan']].verdict}" for plan in (*assigned, operator))
     sentences.append(f"FP32's {metric.name} is {base['metric']:.4f}; within {SAME:.1%} of it: {verdicts}.")
-    kept = [plan for plan in assigned if judgements[plan["plan"]].verdict == "keeps"]
-    near = [plan for plan in assigned if judgements[plan["plan"]].is_near]
+    kept = [plan for plan in assigned if judged[plan["plan"]].verdict == "keeps"]
+    near = [plan for plan in assigned if judged[plan["plan"]].is_near]
     if not kept and not near:
         return " ".join([*sentences, "No assignment keeps FP32's figure, so the claim does not hold here."])
     best = max(kept or near, key=lambda plan: plan["ratio"])
     times = best["ratio"] / operator["ratio"] if operator["ratio"] else float("inf")
-    twice = {judgements[plan["plan"]].verdict for plan in assigned if plan["ratio"] > 2 * operator["ratio"]}
+    twice = {judged[plan["plan"]].verdict for plan in assigned if plan["ratio"] > 2 * operator["ratio"]}
     holds = "holds" if "keeps" in twice else "is undecided" if "undecided" in twice else "does not hold"
     sentences.append(
         f"{best['plan']} has a mean ratio of {best['ratio']:.3f}, {times:.2f} times the operator baseline's "

@@ -17,16 +17,17 @@ from typing import Any, NamedTuple
 import metrics
 import rl
 from assignments import SAME
-from common import CONTROL, EQUAL_COST, RESULTS, is_equal_cost, judged, word
+from common import CONTROL, EQUAL_COST, RESULTS, is_equal_cost, judgements, word
 from reread import metric_of, plans_of
 
 from bitplan.files import write_whole
+from bitplan.lab.report.summaries import MARGIN
 from bitplan.lab.tasks.task import Metric
 from bitplan.plans.schedules.named import GROUPS
-from bitplan.significance import Difference
+from bitplan.significance import LEVEL, SURE, Difference, Judgement, holm, judge
 
 #: Results whose readings are on the page; the others have pages of their own.
-READINGS = ("cifar", "ptb", "sst2", "detection", "forecast", "rl")
+READINGS = ("cifar", "ptb", "sst2", "detection", "forecast", "rl", "rl-acrobot")
 HEADINGS = ("what the paper says", "what was run", "gain (95 %)", "verdict", "command")
 BALANCED = GROUPS["balanced"]
 #: The plans of the study of the mismatch.
@@ -41,6 +42,8 @@ class Claim(NamedTuple):
     effect: str
     verdict: str
     command: str
+    #: Of a claim that one is better than the other: by how much it is worse. :func:`decided` has the verdict.
+    loss: Difference | None = None
 
 
 class Study(NamedTuple):
@@ -67,6 +70,10 @@ class Study(NamedTuple):
         digits = 2 if self.is_share or abs(self.plans[CONTROL]["metric"]) > 1 else 4
         return f"{unit} {gain_text(loss, digits, 100 if self.is_share else 1)}"
 
+    def judged(self, base: str = "static 8", margin: float = MARGIN) -> dict[str, Judgement]:
+        """The verdicts on all its plans beside one of them, corrected for their number."""
+        return judgements(self.plans.values(), self.plans[base], self.metric, margin)
+
     def cost(self, name: str, of: str) -> str:
         return f"{self.plans[name]['relative_to_fp32'] / self.plans[of]['relative_to_fp32']:.0%}".replace("%", " %")
 
@@ -76,6 +83,8 @@ def gain_text(loss: Difference, digits: int, scale: float = 1) -> str:
     mean, low, high = (
         f"{round(-scale * value, digits) + 0.0:+.{digits}f}" for value in (loss.mean, loss.high, loss.low)
     )
+    if loss.pairs > 1 and loss.is_constant:
+        return f"{mean} (every seed)"
     return mean if loss.pairs < 2 else f"{mean} ({low} to {high})"
 
 
@@ -101,7 +110,7 @@ def stored(file: str) -> tuple[Study, ...]:
 
 def keeps(study: Study, title: str, plan: str, base: str = "static 8") -> Claim:
     """Whether a schedule keeps the metric of a static plan that costs more."""
-    judgement = judged(study.plans[plan], study.plans[base], study.metric)
+    judgement = study.judged(base)[plan]
     assert judgement.loss is not None
     return Claim(
         "Schedules keep the quality of 8 bits at a lower cost (CPT)",
@@ -112,30 +121,48 @@ def keeps(study: Study, title: str, plan: str, base: str = "static 8") -> Claim:
     )
 
 
-def ordered(study: Study, title: str) -> Claim:
-    order = study.record["order"]
-    trend, (low, high) = order["trend"], order["pearson"]["interval"]
-    return Claim(
-        "Accuracy grows with the cost of a schedule (Wolfe & Kyrillidis)",
-        f"{title}: ten schedules, {study.seeds(*BALANCED)}",
-        f"{trend['concordant']:g} of {trend['pairs']} pairs in that order, p = {trend['p_value']:.2g}; Pearson "
-        f"{order['pearson']['value']:+.2f} ({low:+.2f} to {high:+.2f})",
-        "holds" if order["is_sure"] else "undecided",
-        study.command,
-    )
-
-
-def ordered_graphs() -> Claim:
-    orders = [study.record["order"] for study in stored("graphs")]
-    p_values = sorted(order["trend"]["p_value"] for order in orders)
-    means = sorted(order["pearson"]["value"] for order in orders)
-    return Claim(
-        "Accuracy grows with the cost of a schedule (Wolfe & Kyrillidis)",
-        f"Cora and Coauthor-CS, GCN and GraphSAGE: {len(orders)} studies of ten schedules, 3 seeds",
+def ordered(titles: Sequence[tuple[Study, str]]) -> list[Claim]:
+    """Whether dearer schedules are better, in these studies and in those of graphs; p-values are corrected for all."""
+    paper = "Accuracy grows with the cost of a schedule (Wolfe & Kyrillidis)"
+    graphs = [study.record["order"] for study in stored("graphs")]
+    orders = [*(study.record["order"] for study, _ in titles), *graphs]
+    corrected = holm([order["trend"]["p_value"] for order in orders])
+    sure = [order["is_sure"] and p < 1 - SURE for order, p in zip(orders, corrected, strict=True)]
+    rows = []
+    for (study, title), order, is_sure in zip(titles, orders, sure, strict=False):
+        trend, (low, high) = order["trend"], order["pearson"]["interval"]
+        rows.append(
+            Claim(
+                paper,
+                f"{title}: ten schedules, {study.seeds(*BALANCED)}",
+                f"{trend['concordant']:g} of {trend['pairs']} pairs in that order, p = {trend['p_value']:.2g}; Pearson "
+                f"{order['pearson']['value']:+.2f} ({low:+.2f} to {high:+.2f})",
+                "holds" if is_sure else "undecided",
+                study.command,
+            )
+        )
+    p_values = sorted(order["trend"]["p_value"] for order in graphs)
+    means = sorted(order["pearson"]["value"] for order in graphs)
+    of_graphs = Claim(
+        paper,
+        f"Cora and Coauthor-CS, GCN and GraphSAGE: {len(graphs)} studies of ten schedules, 3 seeds",
         f"p from {p_values[0]:.2f} to {p_values[-1]:.2f}; Pearson {means[0]:+.2f} to {means[-1]:+.2f}",
-        "undecided in all",
+        f"holds in {sum(sure[-len(graphs) :])} of {len(graphs)}" if any(sure[-len(graphs) :]) else "undecided in all",
         stored("graphs")[0].command,
     )
+    return [*rows, of_graphs]
+
+
+def decided(rows: Sequence[Claim], better: str, worse: str) -> list[Claim]:
+    """The rows of one claim with their verdicts, whose p-values are corrected for the number of rows."""
+    losses = [row.loss for row in rows if row.loss is not None]
+    is_better = holm([loss.p_value(0.0) for loss in losses])
+    is_worse = holm([loss.negated().p_value(0.0) for loss in losses])
+    words = [
+        better if first < LEVEL else worse if second < LEVEL else "undecided"
+        for first, second in zip(is_better, is_worse, strict=True)
+    ]
+    return [row._replace(verdict=verdict) for row, verdict in zip(rows, words, strict=True)]
 
 
 def changing(study: Study, title: str, static: str = f"{EQUAL_COST} CR", names: Sequence[str] = BALANCED) -> Claim:
@@ -149,17 +176,17 @@ def changing(study: Study, title: str, static: str = f"{EQUAL_COST} CR", names: 
         f"{title}: {' and '.join(names) if len(names) < 3 else f'{len(names)} schedules'} less a static plan "
         f"of equal cost, {study.seeds(static, *names)}",
         study.gain(loss),
-        "undecided" if not loss.is_sure else "holds" if loss.high < 0 else "does not hold",
+        "",
         study.command,
+        loss,
     )
 
 
 def graphs_keep() -> Claim:
     words = []
     for study in stored("graphs"):
-        for name in (name for names in GROUPS.values() for name in names):
-            judgement = judged(study.plans[name], study.plans["static 8"], study.metric)
-            words.append(word(judgement))
+        judged = study.judged()
+        words += [word(judged[name]) for names in GROUPS.values() for name in names]
     counts = {word: words.count(word) for word in ("keeps", "better", "undecided", "loses")}
     return Claim(
         "Schedules keep the quality of 8 bits at a lower cost (CPT)",
@@ -185,7 +212,7 @@ def published() -> Claim:
 
 def deficit(name: str, base: str, paper: str, run: str) -> Claim:
     study = stored("deficits")[0]
-    judgement = judged(study.plans[name], study.plans[base], study.metric)
+    judgement = study.judged(base)[name]
     assert judgement.loss is not None
     return Claim(
         paper, f"{run}, {study.seeds(name, base)}", study.gain(judgement.loss), judgement.verdict, study.command
@@ -195,7 +222,7 @@ def deficit(name: str, base: str, paper: str, run: str) -> Claim:
 def assigned(file: str, title: str, name: str) -> Claim:
     (study,) = stored(f"assignments-{file}")
     plan, operator = study.plans[name], study.plans["operator"]
-    judgement = judged(plan, study.plans[CONTROL], study.metric, SAME)
+    judgement = study.judged(CONTROL, SAME)[name]
     assert judgement.loss is not None
     times = plan["ratio"] / operator["ratio"]
     most = 1 / operator["ratio"]
@@ -225,7 +252,7 @@ def ranks(number: int, title: str) -> Claim:
 def rounds(number: int, title: str, name: str, paper: str) -> Claim:
     """A way to round against BF16, by the held-out loss of each seed."""
     result = json.loads((RESULTS / "metrics.json").read_text(encoding="utf-8"))
-    judgement = metrics.against_baseline(result["studies"][number]["plans"], name)
+    judgement = metrics.against_baseline(result["studies"][number]["plans"])[name]
     loss = judgement.loss
     assert loss is not None
     return Claim(
@@ -243,9 +270,7 @@ def claims() -> list[Claim]:
     (ptb,), (sst2,), (detection,) = stored("ptb"), stored("sst2"), stored("detection")
     titles: list[tuple[Study, str]] = [(cifar, "CIFAR-10, ResNet-20, 8,000 iterations"), *new_domains()]
     graphs = {study.title: study for study in stored("graphs")}
-    return [
-        *(ordered(study, title) for study, title in titles),
-        ordered_graphs(),
+    changes = [
         *(changing(study, title) for study, title in titles),
         *(
             changing(study, title, f"{EQUAL_COST} {names[-1]}", names)
@@ -255,6 +280,10 @@ def claims() -> list[Claim]:
         ),
         changing(graphs["cora, sage, fp-agg"], "Cora, GraphSAGE"),
         changing(graphs["coauthor-cs, sage, fp-agg"], "Coauthor-CS, GraphSAGE"),
+    ]
+    return [
+        *ordered(titles),
+        *decided(changes, "holds", "does not hold"),
         *(keeps(study, title, "CR") for study, title in titles),
         keeps(cifar, titles[0][1], "RR"),
         *(keeps(study, title, "RR") for study, title in new_domains()),
@@ -291,7 +320,11 @@ def claims() -> list[Claim]:
 
 def new_domains() -> list[tuple[Study, str]]:
     """Forecasting and reinforcement learning, which the papers left open."""
-    return [(stored("forecast")[0], "ETTh1, DLinear, 500 steps"), (stored("rl")[0], "CartPole, PPO, 800 updates")]
+    return [
+        (stored("forecast")[0], "ETTh1, DLinear, 500 steps"),
+        (stored("rl")[0], "CartPole, PPO, 800 updates"),
+        (stored("rl-acrobot")[0], "Acrobot, PPO, 1,000 updates"),
+    ]
 
 
 def mismatches() -> list[Claim]:
@@ -301,18 +334,19 @@ def mismatches() -> list[Claim]:
     for study in others:
         where = study.title.rpartition(", ")[2]
         for name in STATIC:
-            loss = judged(study.plans[name], both.plans[name], both.metric).loss
+            loss = judge(study.plans[name]["values"], both.plans[name]["values"], 0.0, both.metric.better).loss
             assert loss is not None
             rows.append(
                 Claim(
                     "One rounded policy is better than a rounded and an unrounded one (our own question)",
                     f"CartPole, PPO: {name} in {where}s only, against both, {loss.pairs} seeds",
                     both.gain(loss),
-                    "undecided" if not loss.is_sure else "does not hold" if loss.high < 0 else "holds",
+                    "",
                     study.command,
+                    loss,
                 )
             )
-    return rows
+    return decided(rows, "does not hold", "holds")
 
 
 # --- The page
@@ -340,13 +374,13 @@ def readings() -> str:
 
 def plans_table(study: Study) -> str:
     """All plans of a study, and how each compares with static 8."""
-    base, scale = study.plans["static 8"], 2 if abs(study.plans[CONTROL]["metric"]) > 1 else 4
+    judged, scale = study.judged(), 2 if abs(study.plans[CONTROL]["metric"]) > 1 else 4
     rows = [("plan", "cost, of static 8", study.metric.name, "gain over static 8 (95 %)", "verdict"), ("---",) * 5]
     for name, plan in study.plans.items():
-        judgement = judged(plan, base, study.metric)
+        judgement = judged.get(name)
         compared = (
             ("", "")
-            if name == "static 8" or judgement.loss is None
+            if judgement is None or judgement.loss is None
             else (
                 gain_text(judgement.loss, scale),
                 word(judgement),
@@ -382,6 +416,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "new-domains.md": {
         "forecast": lambda: plans_table(stored("forecast")[0]),
         "rl": lambda: plans_table(stored("rl")[0]),
+        "acrobot": lambda: plans_table(stored("rl-acrobot")[0]),
         "mismatch": mismatch_table,
     },
 }

@@ -40,7 +40,7 @@ from bitplan.significance import (
     Difference,
     Judgement,
     cost_correlation,
-    judge,
+    judge_all,
     pearson,
     seed_share,
     trend,
@@ -440,17 +440,15 @@ def is_equal_cost(plan: Mapping[str, Any], control: Mapping[str, Any]) -> bool:
     return bool(abs(plan["relative_to_fp32"] / control["relative_to_fp32"] - 1) <= EQUAL_WITHIN)
 
 
-def judged(plan: Mapping[str, Any], base: Mapping[str, Any], metric: Metric, margin: float = MARGIN) -> Judgement:
-    """The verdict on a plan beside another over the seeds of both.
+def judgements(
+    plans: Iterable[Mapping[str, Any]], base: Mapping[str, Any], metric: Metric, margin: float = MARGIN
+) -> dict[str, Judgement]:
+    """The verdicts on all plans of a study beside one of them, corrected for their number.
 
-    :param margin: as a share of the other's metric.
+    :param margin: as a share of that plan's metric.
     """
-    return judge(plan["values"], base["values"], margin * abs(base["metric"]), metric.better)
-
-
-def verdict_word(plan: Mapping[str, Any], base: Mapping[str, Any], metric: Metric) -> str:
-    """The key of :data:`KINDS` for a plan beside another."""
-    return word(judged(plan, base, metric))
+    others = {plan["plan"]: plan["values"] for plan in plans if plan["plan"] != base["plan"]}
+    return judge_all(others, base["values"], margin * abs(base["metric"]), metric.better)
 
 
 def word(judgement: Judgement) -> str:
@@ -468,10 +466,11 @@ def against(plans: Sequence[Mapping[str, Any]], names: Sequence[str], static: st
         return " ".join([*sentences, f"Without {static} there is nothing to compare with."])
     if CONTROL in records:
         sentences.append(f"{CONTROL} {records[CONTROL]['metric']:.4f}, {static} {spread(base)}.")
+    judged = judgements(records.values(), base, metric)
     kinds: dict[str, list[str]] = {kind: [] for kind in KINDS}
     for name in (name for name in names if name in records and name not in lost):
         difference = records[name]["metric"] - base["metric"]
-        kinds[verdict_word(records[name], base, metric)].append(f"{name} ({difference:+.4f})")
+        kinds[word(judged[name])].append(f"{name} ({difference:+.4f})")
     sentences += [f"{KINDS[kind]} {static}: {', '.join(plans)}." for kind, plans in kinds.items() if plans]
     costs = {records[name]["relative_to_fp32"] / base["relative_to_fp32"] for name in names if name in records}
     if costs:

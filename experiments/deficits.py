@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common import CIFAR_PACK, CONTROL, Experiment, arguments, in_sentences, metric_record, verdict_word
+from common import CIFAR_PACK, CONTROL, Experiment, arguments, in_sentences, judgements, metric_record, word
 from records import spread
 
 from bitplan.lab.compare.suites import EARLY, HIGH, LOW, STARTS, deficit_choices
@@ -134,7 +134,7 @@ def reading(plans: Sequence[Mapping[str, Any]], metric: Metric) -> str:
         difference = record["metric"] - other["metric"]
         if max(len(record["values"]), len(other["values"])) < 2:
             return f"{difference:+.4f}"
-        return f"{difference:+.4f} ({verdict_word(record, other, metric)})"
+        return f"{difference:+.4f} ({word(judgements(records.values(), other, metric)[name])})"
 
     early = [f"{share} % of the budget early {verdict(f'early {share}%, then a full budget', base)}" for share in EARLY]
     sentences.append(f"3 bits and then a full budget at 8, against no deficit: {', '.join(early)}.")

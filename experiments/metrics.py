@@ -34,7 +34,7 @@ from bitplan.lab.tasks.task import Task
 from bitplan.lab.train.stages import measure_task
 from bitplan.planners.advise import Advice, Slot, SlotAdvice, advise_on, collect_pairs, make_plan
 from bitplan.plans import SLOTS, Plan, QuantizerSpec
-from bitplan.significance import LEAST, Judgement, cost_correlation, judge
+from bitplan.significance import LEAST, Judgement, cost_correlation, judge_all
 
 BASELINE, CONTROL = "bf16", "fp32"
 MODELS = ("bert", "resnet")
@@ -272,11 +272,11 @@ def why_short(plans: Sequence[dict[str, Any]], trivial: float, floor: float, opt
     )
 
 
-def against_baseline(plans: Sequence[Mapping[str, Any]], name: str) -> Judgement:
-    """The verdict on a plan by its held-out loss, beside the baseline's with the same seeds."""
+def against_baseline(plans: Sequence[Mapping[str, Any]]) -> dict[str, Judgement]:
+    """The verdicts on all plans by their held-out losses, beside the baseline's with the same seeds."""
     losses = {plan["plan"]: plan["losses"] for plan in plans}
-    baseline = losses[BASELINE]
-    return judge(losses[name], baseline, MARGIN * statistics.mean(baseline.values()), "lower")
+    baseline = losses.pop(BASELINE)
+    return judge_all(losses, baseline, MARGIN * statistics.mean(baseline.values()), "lower")
 
 
 def reading(plans: Sequence[dict[str, Any]], trivial: float) -> str:
@@ -286,10 +286,12 @@ def reading(plans: Sequence[dict[str, Any]], trivial: float) -> str:
     noise = seed_spread(plans, trivial)
     sentences = [f"BF16 {base:.4f}; the spread over seeds, pooled over all plans that learn, is {noise:.4f}."]
 
+    judged = against_baseline(plans)
+
     def verdict(name: str) -> str:
         gap = records[name]["gap"]
         result = "diverged" if math.isinf(gap) else f"{gap:+.4f}"
-        return f"{name} {result} ({word(against_baseline(plans, name))})"
+        return f"{name} {result} ({word(judged[name])})"
 
     sentences.append(f"FP32: {verdict(CONTROL)}. INT8 weights: {verdict('weights int8')}.")
     sentences.append(f"Gradients: {', '.join(verdict(name) for name in records if name.startswith('gradients'))}.")

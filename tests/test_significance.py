@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 import random
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -12,8 +12,11 @@ from bitplan.errors import RunError
 from bitplan.significance import (
     LEAST,
     Difference,
+    Judgement,
     cost_correlation,
+    holm,
     judge,
+    judge_all,
     pearson,
     seed_share,
     spearman,
@@ -106,18 +109,118 @@ def test_verdicts_follow_from_the_interval_and_the_margin() -> None:
     assert judged(0.001, 0.002, 0.003, better="lower") == ("keeps", False)
     assert judged(0.018, 0.020, 0.022, better="lower") == ("loses", False)
     assert judged(-0.018, -0.020, -0.022, better="lower") == ("keeps", True)
-    assert judge(reference, reference, 0.01, "higher").verdict == "keeps"  # equal runs
 
 
-@pytest.mark.parametrize("seeds", [2, 3])
-def test_equal_differences_of_a_coarse_metric_say_nothing(seeds: int) -> None:
-    """One of 360 digits more with every seed: no spread was seen, and that is chance."""
+@pytest.mark.parametrize("seeds", [2, 3, 5])
+def test_few_equal_differences_of_a_coarse_metric_decide_nothing(seeds: int) -> None:
+    """One of 360 digits more with every seed, or as many: no spread was seen, and that is chance."""
     reference = {seed: (350 + seed) / 360 for seed in range(seeds)}
-    up, down = ({seed: value + change for seed, value in reference.items()} for change in (1 / 360, -20 / 360))
-    assert judge(up, reference, 0.01, "higher").verdict == "undecided"
-    assert not judge(up, reference, 0.01, "higher").is_better
-    assert judge(down, reference, 0.01, "higher").verdict == "undecided"
-    assert judge(dict(reference), reference, 0.01, "higher").verdict == "keeps"
+    for change in (1 / 360, -20 / 360, 0.0):
+        judgement = judge({seed: value + change for seed, value in reference.items()}, reference, 0.01, "higher")
+        assert (judgement.verdict, judgement.is_better) == ("undecided", False)
+        assert judgement.loss is not None
+        assert math.isinf(judgement.loss.half_width)
+        assert not judgement.loss.is_sure
+        assert judgement.p_value == (1.0 if change < -0.01 else 0.5**seeds)
+
+
+def test_six_equal_differences_decide_by_a_sign_test() -> None:
+    """If the median loss were the margin, six seeds would all stay below it in one of 64 studies."""
+    reference = {seed: (350 + seed) / 360 for seed in range(6)}
+
+    def judged(change: float) -> Judgement:
+        return judge({seed: value + change for seed, value in reference.items()}, reference, 0.01, "higher")
+
+    assert (judged(0.0).verdict, judged(0.0).is_better, judged(0.0).p_value) == ("keeps", False, 0.5**6)
+    assert (judged(1 / 360).verdict, judged(1 / 360).is_better) == ("keeps", True)
+    assert judged(-20 / 360).verdict == "loses"
+    assert judged(0.0).loss == Difference(0.0, 0.0, 6)
+    assert Difference(0.0, 0.0, 6).half_width == 0
+    # Of three such plans, none has enough seeds.
+    several = judge_all(dict.fromkeys("abc", reference), reference, 0.01, "higher")
+    assert {judgement.verdict for judgement in several.values()} == {"undecided"}
+    assert {judgement.p_value for judgement in several.values()} == {3 * 0.5**6}
+
+
+# --- Several plans beside one reference
+
+
+def test_holm_s_correction_is_that_of_statsmodels() -> None:
+    multitest = pytest.importorskip("statsmodels.stats.multitest")
+    draws = np.random.default_rng(3)
+    for count in (1, 2, 5, 30):
+        for scale in (1.0, 0.02):
+            p_values = [*(scale * draws.random(count)), scale / 2, scale / 2]  # with ties
+            _, expected, _, _ = multitest.multipletests(p_values, method="holm")
+            assert holm(p_values) == pytest.approx(expected, abs=1e-15)
+    assert holm([]) == []
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+
+
+@pytest.mark.parametrize("pairs", [2, 3, 5, 12])
+def test_p_values_and_intervals_are_scipy_s(pairs: int) -> None:
+    stats = pytest.importorskip("scipy.stats")
+    draws = np.random.default_rng(pairs)
+    for _ in range(20):
+        values, others = draws.normal(1.0, 1.0, (2, pairs))
+        result = Difference.of(values.tolist(), others.tolist())
+        for margin in (-0.5, 0.0, 1.0):
+            below = stats.ttest_1samp(values - others, margin, alternative="less")
+            above = stats.ttest_1samp(values - others, margin, alternative="greater")
+            assert result.p_value(margin) == pytest.approx(below.pvalue, abs=1e-9)
+            assert result.negated().p_value(-margin) == pytest.approx(above.pvalue, abs=1e-9)
+        low, high = stats.ttest_rel(values, others).confidence_interval(0.95)
+        assert (result.low, result.high) == pytest.approx((low, high), abs=1e-7)
+
+
+def test_verdicts_follow_from_corrected_p_values() -> None:
+    stats, multitest = pytest.importorskip("scipy.stats"), pytest.importorskip("statsmodels.stats.multitest")
+    draws, margin, seen = np.random.default_rng(0), 0.5, set[tuple[str, bool]]()
+    for _ in range(20):
+        reference = draws.normal(0, 1, 5)
+        losses = draws.normal(draws.choice([-0.6, 0.0, 0.5, 1.5], 14)[:, None], 0.3, (14, 5))
+        plans = {number: dict(enumerate(row)) for number, row in enumerate((reference - losses).tolist())}
+        judged = judge_all(plans, dict(enumerate(reference.tolist())), margin, "higher")
+
+        def corrected(bound: float, alternative: str, losses: Any = losses) -> Any:
+            p_values = stats.ttest_1samp(losses, bound, axis=1, alternative=alternative).pvalue
+            return multitest.multipletests(p_values, method="holm")[1]
+
+        keeps, loses, better = corrected(margin, "less"), corrected(margin, "greater"), corrected(0.0, "less")
+        for number, judgement in judged.items():
+            verdict = "keeps" if keeps[number] < 0.025 else "loses" if loses[number] < 0.025 else "undecided"
+            assert (judgement.verdict, judgement.is_better) == (verdict, better[number] < 0.025)
+            assert judgement.p_value == pytest.approx(keeps[number], abs=1e-9)
+            assert judgement.compared == 14
+            alone = judge(plans[number], dict(enumerate(reference.tolist())), margin, "higher")
+            assert judgement.loss == alone.loss
+            assert judgement.is_decided_alone == (judgement.verdict == "undecided" != alone.verdict)
+            seen.add((judgement.verdict, judgement.is_decided_alone))
+    assert seen == {("keeps", False), ("loses", False), ("undecided", False), ("undecided", True)}
+
+
+def test_some_plan_of_many_is_rarely_found_to_keep_what_all_lose() -> None:
+    """Fourteen plans lose exactly the margin, beside a reference whose seeds they share."""
+    draws, studies = np.random.default_rng(5), 1000
+    found = {"alone": 0, "all": 0}
+    for _ in range(studies):
+        reference = dict(enumerate(draws.normal(0, 0.3, 5).tolist()))
+        plans = {number: dict(enumerate(row)) for number, row in enumerate(draws.normal(1, 0.3, (14, 5)).tolist())}
+        found["all"] += any(one.verdict == "keeps" for one in judge_all(plans, reference, 1.0, "lower").values())
+        found["alone"] += any(judge(plan, reference, 1.0, "lower").verdict == "keeps" for plan in plans.values())
+    assert found["all"] / studies < 0.04
+    assert found["alone"] / studies > 0.1
+
+
+def test_plans_that_cannot_be_decided_cost_the_others_nothing() -> None:
+    reference = {0: 0.90, 1: 0.92, 2: 0.91}
+    plan = {0: 0.899, 1: 0.917, 2: 0.909}
+    judged = judge_all({"a": plan, "one seed": {0: 0.9}, "no seed": {7: 0.9}}, reference, 0.01, "higher")
+    assert judged["a"] == judge(plan, reference, 0.01, "higher")
+    assert judged["one seed"].p_value == 1.0
+    assert judged["no seed"].p_value is None
+    assert {judged[name].verdict for name in ("one seed", "no seed")} == {"undecided"}
+    assert judge_all({}, reference, 0.01, "higher") == {}
 
 
 @pytest.mark.parametrize("pairs", [2, 3, 5])

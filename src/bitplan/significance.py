@@ -1,7 +1,8 @@
 """The statistics of comparisons: every interval, test and verdict about runs with several seeds.
 
 Each claim has its own statistic. "This plan keeps the metric" is a one-sided test of paired differences against a
-margin that was fixed before: :func:`judge`. "Groups of schedules that cost more are better" is an ordered alternative:
+margin that was fixed before: :func:`judge`, or :func:`judge_all` for several plans beside one reference, whose p-values
+are corrected by :func:`holm`. "Groups of schedules that cost more are better" is an ordered alternative:
 :func:`trend` is the Jonckheere-Terpstra test. "Accuracy grows with cost" is a correlation: :func:`cost_correlation`.
 "Changing the precision helps at equal cost" is a paired difference, too, of the mean of several plans:
 :meth:`Difference.of_mean`.
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,8 @@ from bitplan.errors import RunError
 
 #: Draws of the bootstrap, and the share of them that an interval holds.
 DRAWS, SURE = 2_000, 0.95
+#: The level of the one-sided tests of verdicts.
+LEVEL = (1 - SURE) / 2
 #: The fewest plans for a correlation.
 LEAST = 4
 #: Up to this number of arrangements a permutation test looks at all of them; beyond, at as many random ones.
@@ -74,13 +77,28 @@ class Difference:
     def half_width(self) -> float:
         """Half of the interval of 95 % for normal differences (Student's t); infinite for one pair.
 
-        A bootstrap of three to five pairs is too narrow by a third and more; the tests show both coverages. Equal
-        differences are a coincidence of a coarse metric, such as the accuracy on a few hundred samples, and say nothing
-        about the spread: infinite, too, unless all are 0.
+        A bootstrap of three to five pairs is too narrow by a third and more; the tests show both coverages. Without a
+        spread (:attr:`is_constant`) it is 0 from six pairs on, and infinite for fewer.
         """
-        if self.pairs < 2 or (self.mean and self.deviation <= 1e-9 * abs(self.mean)):
+        if self.pairs < 2 or not math.isfinite(self.mean):
             return math.inf
+        if self.is_constant:
+            return 0.0 if 2 * self._chance_of_one_side < 1 - SURE else math.inf
         return student_quantile((1 + SURE) / 2, self.pairs - 1) * self.deviation / math.sqrt(self.pairs)
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether all differences are equal, 0 or not, so that Student's t has no spread to work with.
+
+        That is a coincidence of a coarse metric, such as the accuracy on a few hundred samples, or of one at its limit.
+        What is left is a sign test: if half of all seeds lost the margin, none of n would with a probability of 2**-n,
+        which is below 2.5 % from six seeds on.
+        """
+        return self.deviation <= 1e-9 * abs(self.mean)
+
+    @property
+    def _chance_of_one_side(self) -> float:
+        return float(0.5**self.pairs)
 
     @property
     def low(self) -> float:
@@ -101,19 +119,23 @@ class Difference:
         >>> round(Difference(0.0, 1.0, 4).p_value(1.0), 4)
         0.0697
         """
-        if math.isinf(self.half_width):
+        if self.pairs < 2 or not math.isfinite(self.mean):
             return 1.0
-        error = self.deviation / math.sqrt(self.pairs)
         distance = self.mean - margin
-        if error == 0:
-            return 0.0 if distance < 0 else 1.0
-        return student_probability(distance / error, self.pairs - 1)
+        if self.is_constant:
+            return self._chance_of_one_side if distance < 0 else 1.0
+        return student_probability(distance * math.sqrt(self.pairs) / self.deviation, self.pairs - 1)
+
+    def negated(self) -> Difference:
+        """The other plan less this one."""
+        return Difference(-self.mean, self.deviation, self.pairs)
 
     def to_dict(self) -> dict[str, float]:
         return {"mean": self.mean, "low": self.low, "high": self.high, "pairs": self.pairs}
 
 
 Verdict = Literal["keeps", "loses", "undecided"]
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
@@ -124,16 +146,22 @@ class Judgement:
     #: By how much the plan is worse, paired by seed; below zero where it is better. None without a common seed.
     loss: Difference | None
     margin: float
+    #: Of the hypothesis that the plan loses the margin or more (one-sided), corrected for the number of plans; *keeps*
+    #: needs less than 2.5 %. None without a common seed.
+    p_value: float | None = None
+    #: Whether the plan is surely better than its reference, with the same correction.
+    is_better: bool = False
+    #: The plans with two seeds and more that the reference is compared with, which the p-value is corrected for.
+    compared: int = 1
 
     @property
-    def is_better(self) -> bool:
-        """Whether the plan is surely better than its reference."""
-        return self.loss is not None and self.loss.high < 0
-
-    @property
-    def p_value(self) -> float | None:
-        """Of the hypothesis that the plan loses the margin or more (one-sided); *keeps* needs less than 2.5 %."""
-        return None if self.loss is None else self.loss.p_value(self.margin)
+    def is_decided_alone(self) -> bool:
+        """Whether the plan alone would keep or lose the metric, and is undecided as one of several."""
+        return (
+            self.verdict == "undecided"
+            and self.loss is not None
+            and _verdict(self.loss.p_value(self.margin), self.loss.negated().p_value(-self.margin)) != "undecided"
+        )
 
     @property
     def is_near(self) -> bool:
@@ -144,26 +172,89 @@ class Judgement:
 def judge(
     values: Mapping[Any, float], reference: Mapping[Any, float], margin: float, better: Literal["higher", "lower"]
 ) -> Judgement:
-    """Compare a plan with its reference over the seeds that both have.
+    """Compare one plan with its reference over the seeds that both have.
 
     A plan *keeps* the metric where the interval of 95 % of its loss lies below the margin: a one-sided test at 2.5 %
     of the hypothesis that it loses the margin or more. It *loses* where the interval lies above the margin. All else is
-    *undecided*, one seed always.
+    *undecided*, one seed always. Several plans beside one reference: :func:`judge_all`.
 
     >>> judge({0: 0.90, 1: 0.91, 2: 0.90}, {0: 0.90, 1: 0.91, 2: 0.901}, 0.009, "higher").verdict
     'keeps'
     >>> judge({0: 0.90}, {0: 0.90}, 0.009, "higher").verdict
     'undecided'
     """
+    return judge_all({"": values}, reference, margin, better)[""]
+
+
+def judge_all(
+    plans: Mapping[Key, Mapping[Any, float]],
+    reference: Mapping[Any, float],
+    margin: float,
+    better: Literal["higher", "lower"],
+) -> dict[Key, Judgement]:
+    """Compare several plans with one reference, as :func:`judge` does with one.
+
+    Of twenty plans that lose exactly the margin, each would be found to keep it with a probability of 2.5 %, and some
+    plan in up to 40 % of all studies. The p-values are therefore corrected by :func:`holm` over all plans with two
+    seeds or more: the probability that *any* plan keeps the metric by chance alone is at most 2.5 %, and as much that
+    any loses it, or is better. The intervals of :attr:`Judgement.loss` are those of each plan alone.
+
+    >>> seeds = {0: 0.90, 1: 0.91, 2: 0.90}
+    >>> plan = {0: 0.899, 1: 0.907, 2: 0.897}
+    >>> judge(plan, seeds, 0.006, "higher").verdict
+    'keeps'
+    >>> {judgement.verdict for judgement in judge_all(dict.fromkeys("abc", plan), seeds, 0.006, "higher").values()}
+    {'undecided'}
+    """
     if better not in ("higher", "lower"):
         raise RunError(f"better is {better!r}: of a metric, 'higher' or 'lower' is better.")
+    losses = {key: _loss(values, reference, better) for key, values in plans.items()}
+    tested = {key: loss for key, loss in losses.items() if loss is not None and loss.pairs > 1}
+
+    def corrected(p_value: Callable[[Difference], float]) -> dict[Key, float]:
+        return dict(zip(tested, holm([p_value(loss) for loss in tested.values()]), strict=True))
+
+    keeps = corrected(lambda loss: loss.p_value(margin))
+    loses = corrected(lambda loss: loss.negated().p_value(-margin))
+    is_better = corrected(lambda loss: loss.p_value(0.0))
+    judgements = {}
+    for key, loss in losses.items():
+        if key not in tested or loss is None:
+            judgements[key] = Judgement("undecided", loss, margin, None if loss is None else 1.0)
+            continue
+        verdict = _verdict(keeps[key], loses[key])
+        judgements[key] = Judgement(verdict, loss, margin, keeps[key], is_better[key] < LEVEL, len(tested))
+    return judgements
+
+
+def _verdict(keeps: float, loses: float) -> Verdict:
+    return "keeps" if keeps < LEVEL else "loses" if loses < LEVEL else "undecided"
+
+
+def _loss(values: Mapping[Any, float], reference: Mapping[Any, float], better: str) -> Difference | None:
+    """By how much a plan is worse than its reference; None without a common seed."""
     seeds = sorted(set(values).intersection(reference))
     if not seeds:
-        return Judgement("undecided", None, margin)
+        return None
     own, standard = [values[seed] for seed in seeds], [reference[seed] for seed in seeds]
-    loss = Difference.of(standard, own) if better == "higher" else Difference.of(own, standard)
-    verdict: Verdict = "keeps" if loss.high < margin else "loses" if loss.low > margin else "undecided"
-    return Judgement(verdict, loss, margin)
+    return Difference.of(standard, own) if better == "higher" else Difference.of(own, standard)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """The p-values of several hypotheses, corrected for their number (Holm 1979), whatever their dependence.
+
+    Where hypotheses are rejected whose corrected p-value is below a level, the probability that a true one is among
+    them is at most that level.
+
+    >>> holm([0.01, 0.04, 0.03])
+    [0.03, 0.06, 0.06]
+    """
+    order = sorted(range(len(p_values)), key=p_values.__getitem__)
+    corrected, largest = [0.0] * len(p_values), 0.0
+    for rank, index in enumerate(order):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
+        corrected[index] = largest
+    return corrected
 
 
 def student_probability(t: float, freedom: int) -> float:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +22,7 @@ def runs(write_run: WriteRun, tmp_path: Path) -> Path:
     folder = tmp_path / "runs"
     for seed in range(2):
         write_run(folder / f"fp32-{seed}", seed=seed, value=0.9)
-        write_run(folder / f"a-{seed}", plan="a", seed=seed, value=0.9, cost=0.1)
+        write_run(folder / f"a-{seed}", plan="a", seed=seed, value=0.9 + 0.0001 * seed, cost=0.1)
     write_run(folder / "lost", plan="lost", value=None, status="diverged", losses=(2.0, float("nan")))
     return folder
 
@@ -44,18 +45,27 @@ def test_the_page_lies_beside_the_user_by_default(
     assert (tmp_path / "report.html").exists()
 
 
-def test_report_as_json(bitplan: Bitplan, runs: Path, tmp_path: Path) -> None:
+def test_report_as_json(bitplan: Bitplan, runs: Path, write_run: WriteRun, tmp_path: Path) -> None:
+    for seed in range(2):
+        write_run(runs / f"equal-{seed}", plan="equal", seed=seed, value=0.9, cost=0.2)
     ran = bitplan("report", runs, "-o", tmp_path / "page.html", "--json")
     (experiment,) = ran.json["experiments"]
     assert ran.json["answer"] == experiment["answer"]
     assert [(plan["plan"], plan["runs"], plan["verdict"]) for plan in experiment["plans"]] == [
         ("a", 2, "keeps"),
+        ("equal", 2, "undecided"),
         ("fp32", 2, "reference"),
         ("lost", 1, "fails"),
     ]
-    equal, reference = experiment["plans"][:2]
-    assert equal["loss"] == {"mean": 0.0, "low": 0.0, "high": 0.0, "pairs": 2}
-    assert (equal["margin"], equal["p_value"]) == (pytest.approx(0.009), 0.0)
+    plan, equal, reference = experiment["plans"][:3]
+    p_value = 2 * (0.5 + math.atan((-0.00005 - 0.009) / 0.00005) / math.pi)  # two plans, one degree of freedom
+    assert (plan["margin"], plan["p_value"]) == (pytest.approx(0.009), pytest.approx(p_value, rel=1e-6))
+    # Equal with both seeds, which a coarse metric often is.
+    assert equal["loss"] == {"mean": 0.0, "low": "-Infinity", "high": "Infinity", "pairs": 2}
+    assert (equal["why"], equal["p_value"]) == (
+        "equal with every seed, which says nothing about others, margin 1.0 % of fp32",
+        0.25,
+    )
     assert (reference["loss"], reference["margin"], reference["p_value"]) == (None, None, None)
     assert experiment["runs"][-1]["loss"] == "NaN"
     assert ran.json["page"] == str(tmp_path / "page.html")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gzip
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from bitplan.errors import TaskError
 from bitplan.lab.models.forecasters import DLinear, PatchLSTM, PatchTST
 from bitplan.lab.sources import series as sources
-from bitplan.lab.sources.series import ETT_COLUMNS, Series, read_series
+from bitplan.lab.sources.series import ETT_COLUMNS, Series, demand, read_series, temperatures
 from bitplan.lab.tasks.forecast import Forecast
 from bitplan.lab.tasks.registry import find_task
 from bitplan.lab.train import RunFolder, train
@@ -88,22 +89,32 @@ def test_a_file_that_is_no_series_is_one_sentence(tmp_path: Path, text: str, tok
 def test_absent_files_packages_and_rows_are_one_sentence(
     tmp_path: Path, small_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(TaskError, match="there is no file"):
+    with pytest.raises(TaskError, match=r"there is no file.*demand or temperatures"):
         small(tmp_path / "absent.csv").batch(0)
     with pytest.raises(TaskError, match=r"200 rows.*horizon=30"):
         small(small_file, "horizon=30").batch(0)
-    monkeypatch.setattr(sources, "find_spec", lambda name: None)
-    with pytest.raises(TaskError, match=r"vega_datasets.*bitplan\[forecast\]"):
-        find_task("forecast").batch(0)
+    folder = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    for name, package in (("demand", "statsmodels"), ("temperatures", "vega_datasets")):
+        for spec, token in ((None, "not installed"), (folder, "has no ")):
+            monkeypatch.setattr(sources, "find_spec", lambda name, spec=spec: spec)
+            with pytest.raises(TaskError, match=rf"{package}.*{token}.*bitplan\[forecast\]"):
+                find_task("forecast", [f"data={name}"]).batch(0)
 
 
-def test_temperatures_of_a_year() -> None:
-    task = find_task("forecast")
+@pytest.mark.parametrize(("settings", "shape"), [((), (3600, 1)), (("data=temperatures",), (8759, 2))])
+def test_series_of_installed_packages(settings: tuple[str, ...], shape: tuple[int, int]) -> None:
+    task = find_task("forecast", settings)
     assert isinstance(task, Forecast)
-    assert task.data.values.shape == (8759, 2)
+    assert task.data.values.shape == shape
     inputs, target = task.batch(0)
-    assert (inputs.shape, target.shape) == ((32, 336, 2), (32, 96, 2))
+    assert (inputs.shape, target.shape) == ((32, 336, shape[1]), (32, 96, shape[1]))
     assert [part.shape for part in task.example()] == [inputs.shape, target.shape]
+
+
+def test_the_demand_changes_from_day_to_day_and_the_temperatures_hardly() -> None:
+    changes = [(source().values[24:] - source().values[:-24]).square().mean() for source in (demand, temperatures)]
+    assert changes[0] > 0.3
+    assert changes[1] < 0.01
 
 
 # --- windows and metrics

@@ -251,8 +251,9 @@ def _facts(experiment: Experiment) -> list[tuple[str, str]]:
         ("settings", settings or "-"),
         (
             "margin",
-            f"{percent_text(experiment.margin)} of the reference's {metric.name}: a plan keeps it if the 95 % "
-            "interval of its loss, paired by seed, is below the margin, and loses it if that is above",
+            f"{percent_text(experiment.margin)} of the reference's {metric.name}: a plan keeps it if a one-sided test "
+            "at 2.5 %, paired by seed and corrected for the number of plans, shows a smaller loss, and loses it if one "
+            "shows a larger loss",
         ),
         ("execution", _distinct(f"{run.execution}{', compiled' if run.compiled else ''}" for run in runs)),
         ("device", _distinct(_device_text(run) for run in runs)),

@@ -19,7 +19,7 @@ from bitplan.errors import RunError
 from bitplan.lab.report.answer import counted, number_text, percent_text
 from bitplan.lab.report.runs import Run, SiteRecord, read_runs
 from bitplan.lab.tasks.task import Metric
-from bitplan.significance import Difference, Judgement, judge
+from bitplan.significance import Difference, Judgement, judge_all
 from bitplan.tables import Table
 
 if TYPE_CHECKING:
@@ -386,7 +386,7 @@ def _experiment(task: str, runs: list[Run], variant: str, margin: float) -> Expe
         number = plans.index(reference)
         plans = [_with_lengths(plan, reference) for plan in plans]
         reference = plans[number]
-    judged = [_judged(plan, reference, margin) for plan in plans]
+    judged = _judged(plans, reference, margin)
     return Experiment(task, runs[0].metric, tuple(_with_fronts(judged)), variant, margin)
 
 
@@ -454,10 +454,27 @@ def _length(run: Run, reference: Run) -> float:
     return 1.0 if math.isclose(length, 1.0, rel_tol=1e-6) else length
 
 
-def _judged(plan: PlanSummary, reference: PlanSummary | None, margin: float) -> PlanSummary:
-    if (verdict := _without_comparison(plan, reference)) is not None:
-        return replace(plan, verdict=verdict[0], why=verdict[1])
+def _judged(plans: Sequence[PlanSummary], reference: PlanSummary | None, margin: float) -> list[PlanSummary]:
+    """The plans with their verdicts; those that are compared with the reference are a family of hypotheses."""
+    judged, compared = [*plans], dict[int, Mapping[int, float]]()
+    for number, plan in enumerate(plans):
+        verdict = _without_comparison(plan, reference)
+        if verdict is None:
+            compared[number] = plan.by_seed
+        else:
+            judged[number] = replace(plan, verdict=verdict[0], why=verdict[1])
+    if not compared:
+        return judged
     assert reference is not None
+    assert reference.value is not None
+    allowed = margin * abs(reference.value.mean)
+    judgements = judge_all(compared, reference.by_seed, allowed, reference.metric.better)
+    for number, judgement in judgements.items():
+        judged[number] = _compared(plans[number], reference, judgement, margin)
+    return judged
+
+
+def _compared(plan: PlanSummary, reference: PlanSummary, judgement: Judgement, margin: float) -> PlanSummary:
     assert plan.value is not None
     assert reference.value is not None
     gain, metric = abs(reference.value.mean - plan.metric.trivial), plan.metric
@@ -467,7 +484,6 @@ def _judged(plan: PlanSummary, reference: PlanSummary | None, margin: float) -> 
     if is_working and lost > FAILING_LOSS * gain:
         why = f"loses more than half of what {reference.label} gains over the trivial predictor"
         return replace(plan, verdict="fails", why=why)
-    judgement = judge(plan.by_seed, reference.by_seed, margin * abs(reference.value.mean), metric.better)
     return replace(plan, verdict=judgement.verdict, why=_reason(judgement, reference, margin), judgement=judgement)
 
 
@@ -500,11 +516,14 @@ def _reason(judgement: Judgement, reference: PlanSummary, margin: float) -> str:
     share = f"margin {percent_text(margin)} of {reference.label}"
     if math.isinf(loss.half_width):
         return f"{_worse_text(loss)} with every seed, which says nothing about others, {share}"
-    return f"{_worse_text(loss)} over {loss.pairs} seeds, {share}"
+    several = f"; undecided as one of {judgement.compared} plans" if judgement.is_decided_alone else ""
+    return f"{_worse_text(loss)} over {loss.pairs} seeds, {share}{several}"
 
 
 def _worse_text(loss: Difference) -> str:
     """How much worse or better a plan is, with the interval of 95 %."""
+    if loss.mean == 0 and math.isinf(loss.half_width):
+        return "equal"
     word, sign = ("better", -1) if loss.mean < 0 else ("worse", 1)
     text = f"{word} by {number_text(abs(loss.mean))}"
     if math.isinf(loss.half_width):

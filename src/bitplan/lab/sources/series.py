@@ -1,10 +1,10 @@
-"""Time series: columns of numbers from a CSV file, and the hourly temperatures that the package vega_datasets has."""
+"""Time series: columns of numbers from a CSV file, or from the files of statsmodels and vega_datasets."""
 
 from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import accumulate
@@ -25,6 +25,8 @@ SHARES = (0.7, 0.2)
 
 #: Cities of vega_datasets with hourly temperatures.
 CITIES = ("seattle", "sf")
+#: The file of statsmodels with Victoria's demand, one of those that its own tests need.
+DEMAND = "tsa/stl/tests/results/mstl_elec_vic.csv"
 
 
 @dataclass(frozen=True)
@@ -62,21 +64,37 @@ def _borders(names: Sequence[str], rows: int) -> tuple[int, int, int]:
 def read_series(path: Path) -> Series:
     """The columns of numbers in a CSV file (``.gz`` is accepted); a first column of dates is left out."""
     if not path.exists():
-        raise TaskError(f"there is no file {path}: set data= to a CSV file with a line of column names.")
+        raise TaskError(
+            f"there is no file {path}: set data= to {' or '.join(INSTALLED)}, or to a CSV file with column names."
+        )
     return Series.of(_columns(path))
 
 
+def demand() -> Series:
+    """The electricity demand of Victoria, Australia, for 150 days from January 2012, hour by hour."""
+    return Series.of(_columns(_file_of("statsmodels", DEMAND)))
+
+
 def temperatures() -> Series:
-    """The hourly temperatures of two cities through a year, from the files of vega_datasets; it is not imported."""
-    package = find_spec("vega_datasets")
-    if package is None or package.origin is None:
+    """The hourly temperatures of two cities through a year: climate normals, means over many years, without weather."""
+    return Series.of({city: _columns(_file_of("vega_datasets", f"_data/{city}-temps.csv"))["temp"] for city in CITIES})
+
+
+#: Name -> a series that comes with the extra ``forecast``, and its channels.
+INSTALLED: dict[str, tuple[Callable[[], Series], int]] = {"demand": (demand, 1), "temperatures": (temperatures, 2)}
+
+
+def _file_of(package: str, name: str) -> Path:
+    """A file of an installed package, which is not imported."""
+    spec = find_spec(package)
+    path = None if spec is None or spec.origin is None else Path(spec.origin).parent / name
+    if path is None or not path.exists():
+        state = "which is not installed" if path is None else f"but the installed one has no {name}"
         raise TaskError(
-            "the temperatures need vega_datasets, which is not installed: run \"pip install 'bitplan[forecast]'\", "
-            "or set data= to a CSV file."
+            f"this series is in the package {package}, {state}: run \"pip install 'bitplan[forecast]'\", or set data= "
+            f"to a CSV file."
         )
-    folder = Path(package.origin).parent / "_data"
-    columns = {city: _columns(folder / f"{city}-temps.csv")["temp"] for city in CITIES}
-    return Series.of(columns)
+    return path
 
 
 def _columns(path: Path) -> dict[str, list[float]]:

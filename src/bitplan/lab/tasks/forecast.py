@@ -15,7 +15,7 @@ from torch.optim import Adam, Optimizer
 
 from bitplan.errors import TaskError, nearest_names
 from bitplan.lab.models.forecasters import DLinear, PatchLSTM, PatchTST
-from bitplan.lab.sources.series import CITIES, Series, read_series, temperatures
+from bitplan.lab.sources.series import INSTALLED, Series, read_series
 from bitplan.lab.tasks.task import DECAYS, LoadingTask, Metric, Settings, decayed, fused_for, shuffled
 
 MODELS = ("dlinear", "patchtst", "lstm")
@@ -47,8 +47,8 @@ class ForecastSettings(Settings):
     layers: int = 3
     features: int = 16
     dropout: float = 0.3
-    #: A CSV file; "" for the hourly temperatures of two cities.
-    data: str = ""
+    #: demand (Victoria's electricity), temperatures (of two cities), or a CSV file.
+    data: str = "demand"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -79,12 +79,13 @@ class Forecast(LoadingTask[Series]):
 
     def load(self) -> Series:
         recipe = self.settings
-        series = read_series(Path(recipe.data).expanduser()) if recipe.data else temperatures()
+        read, _ = INSTALLED.get(recipe.data, (None, 0))
+        series = read_series(Path(recipe.data).expanduser()) if read is None else read()
         training, validation, test = series.borders
         shortest = min(training - recipe.length, validation - training, test - validation)
         if shortest < recipe.horizon:
             raise TaskError(
-                f"{recipe.data or 'the series'} has {test} rows: its parts for training, validation and test need "
+                f"{recipe.data} has {test} rows: its parts for training, validation and test need "
                 f"length={recipe.length} and horizon={recipe.horizon} rows, so lower these, or use a longer series."
             )
         return series
@@ -114,7 +115,8 @@ class Forecast(LoadingTask[Series]):
 
     def example(self) -> tuple[Tensor, Tensor]:
         recipe = self.settings
-        channels = self.data.values.shape[1] if recipe.data else len(CITIES)
+        _, channels = INSTALLED.get(recipe.data, (None, 0))
+        channels = channels or self.data.values.shape[1]
         return torch.zeros(recipe.batch, recipe.length, channels), torch.zeros(recipe.batch, recipe.horizon, channels)
 
     def _parts(self, firsts: Tensor) -> tuple[Tensor, Tensor]:

@@ -157,11 +157,11 @@ CARDS: dict[str, Card] = {
     "ogbn-products": Card("GraphSAGE", "", "OGB's files, ogb", "accuracy", "higher"),
     "forecast": Card(
         "DLinear, PatchTST or LSTM",
-        "temperatures, vega_datasets",
+        "electricity demand, statsmodels",
         "a .csv file",
         "mse",
         "lower",
-        Floor(20.0, ("steps=700",)),
+        Floor(8.0, ("steps=500",)),
     ),
     "rl": Card("actor and critic", "CartPole, Acrobot, gymnasium", "", "return", "higher", Floor(4.0, ("steps=200",))),
 }

@@ -40,6 +40,7 @@ OPTIONAL = (
     "plotly",
     "transformers",
     "torchvision",
+    "statsmodels",
     "vega_datasets",
     "gymnasium",
     "torchao",
