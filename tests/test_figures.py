@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -439,3 +440,21 @@ def test_the_8b_is_that_of_the_file() -> None:
     for text in (README, (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")):
         assert f"{taken} GB" in text
         assert f"{speed} tokens a second" in text
+
+
+# docs/benchmarks.md, losses under published recipes
+
+RECIPE_ROWS = {"fp32": "FP32", "bf16-all": "BF16 (`bf16-all`)"}
+
+
+def test_losses_of_recipes_are_those_of_the_file() -> None:
+    for row in measured("recipe-losses-cpu.json")["rows"]:
+        losses = list(row["losses"].values())
+        name = RECIPE_ROWS.get(row["plan"], f"`{row['plan']}`")
+        (line,) = (
+            line for line in BENCHMARKS.splitlines() if line.startswith(f"| {name} | {statistics.fmean(losses):.4f}")
+        )
+        expected = "" if row["gap"] is None else f"{row['gap']:+.4f} ({row['low']:+.4f} to {row['high']:+.4f})"
+        assert cells(line)[2] == expected
+        if row["plan"] == "bf16-all":
+            assert f"spread BF16's loss by {statistics.stdev(losses):.4f}" in BENCHMARKS
