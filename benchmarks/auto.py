@@ -1,20 +1,22 @@
 """``python benchmarks/auto.py``: ``bitplan auto`` on models of transformers, timm and torchvision.
 
-All models are searched for at the same time, each in processes of its own; trials wait for each other, so that one is
-measured at a time. Several limits of one model follow each other and share what was measured. Writes one JSON document
-with every candidate of every search, and prints a short table.
+Models are searched for one after the other, or several at a time: quicker, but times are those of a busy machine,
+because candidates make their first steps while others are measured. Several limits of one model follow each other and
+share what was measured. Writes one JSON document with every candidate of every search, and prints a short table.
 
-    python benchmarks/auto.py --models vit_b resnet50 --jobs 3 --json benchmarks/results/auto-h200.json
+    python benchmarks/auto.py --models vit_b resnet50 --json benchmarks/results/auto-h200.json
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +30,8 @@ from bitplan.machine import describe_machine
 from bitplan.planners.assign.budget import Budget
 from bitplan.planners.auto import Limits, LocalTrials, ProcessTrials, search
 
-#: Seconds between interruptions.
-_GRACE = 10.0
+#: Seconds between interruptions, and between looks at the searches.
+_GRACE, _POLL = 10.0, 0.2
 
 
 def search_one(model: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -57,16 +59,20 @@ def start(searches: list[str], options: argparse.Namespace) -> subprocess.Popen[
         return subprocess.Popen(command, stdout=stdout, stderr=stderr)
 
 
-def wait_until(process: subprocess.Popen[bytes], deadline: float | None) -> None:
-    """Wait for a process; at the deadline interrupt it, once for each of its searches."""
-    seconds = None if deadline is None else max(0.0, deadline - time.perf_counter())
-    while True:
-        try:
-            process.wait(seconds)
-            return
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGINT)
-            seconds = _GRACE
+def run_all(groups: Mapping[str, list[str]], options: argparse.Namespace) -> None:
+    """Search for every model, `--together` at a time; after `--minutes` interrupt those that run and start no other."""
+    waiting, running = list(groups), dict[str, subprocess.Popen[bytes]]()
+    deadline = math.inf if options.minutes is None else time.perf_counter() + 60 * options.minutes
+    while waiting or running:
+        while waiting and len(running) < options.together:
+            name = waiting.pop(0)
+            running[name] = start(groups[name], options)
+        time.sleep(_POLL)
+        running = {name: process for name, process in running.items() if process.poll() is None}
+        if time.perf_counter() > deadline:
+            waiting, deadline = [], time.perf_counter() + _GRACE
+            for process in running.values():
+                process.send_signal(signal.SIGINT)
 
 
 def main() -> None:
@@ -77,7 +83,8 @@ def main() -> None:
     parser.add_argument(
         "--one", nargs="+", metavar="MODEL", help="search in this process, and print a JSON document each"
     )
-    parser.add_argument("--jobs", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=6, help="candidates of a search that compile at a time")
+    parser.add_argument("--together", type=int, default=1, help="searches at a time, whose first steps disturb others")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--slowdown", type=float)
@@ -94,17 +101,18 @@ def main() -> None:
     by_model: dict[str, list[str]] = {}
     for model in options.models:
         by_model.setdefault(model.partition(":")[0], []).append(model)
-    processes = {name: start(searches, options) for name, searches in by_model.items()}
+    run_all(by_model, options)
     documents: dict[str, Any] = {}
-    for name, process in processes.items():
-        wait_until(process, None if options.minutes is None else began + 60 * options.minutes)
-        lines = (options.folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    for name in by_model:
+        output = options.folder / f"{name}.jsonl"
+        lines = output.read_text(encoding="utf-8").splitlines() if output.exists() else []
         for model, line in zip(by_model[name], lines, strict=False):
             documents[model] = json.loads(line)
             show(model, documents[model])
         if len(lines) < len(by_model[name]):
-            log = (options.folder / f"{name}.log").read_text(encoding="utf-8")
-            print(f"== {by_model[name][len(lines)]} failed: {log[-1500:]}")
+            log = options.folder / f"{name}.log"
+            why = log.read_text(encoding="utf-8")[-1500:] if log.exists() else "not begun"
+            print(f"== {by_model[name][len(lines)]} failed: {why}")
     print(f"{time.perf_counter() - began:.0f} s in all")
     if options.json is not None:
         options.json.write_text(
