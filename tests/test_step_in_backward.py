@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -107,9 +109,9 @@ def most_bytes_of_gradients(in_backward: bool) -> int:
 
     for parameter in model.parameters():  # before our own hooks
         parameter.register_post_accumulate_grad_hook(count)
-    if in_backward:
-        StepInBackward(model, lambda parameter: sgd([parameter]), run)
+    optimizer = StepInBackward(model, lambda parameter: sgd([parameter]), run) if in_backward else None
     model(batch(0)).square().mean().backward()
+    assert (optimizer is not None) == in_backward  # it updates as long as somebody holds it
     run.detach()
     return most
 
@@ -242,3 +244,26 @@ def test_a_second_one_is_refused_until_the_first_is_removed() -> None:
     first.remove()
     StepInBackward(copy.deepcopy(model), lambda parameter: sgd([parameter]))
     StepInBackward(model, lambda parameter: sgd([parameter]))
+
+
+@pytest.mark.parametrize("plan", [None, "fp8-linear"])
+@pytest.mark.filterwarnings("ignore::bitplan.errors.BitplanWarning")
+def test_nothing_is_kept_alive_and_a_dropped_one_updates_no_more(plan: str | None) -> None:
+    """Python finds no cycles through the hooks of a tensor: these would keep model, plan and optimizers for ever."""
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    run = None if plan is None else bp.attach(model, plan, example=x)
+    optimizer = StepInBackward(model, lambda p: torch.optim.SGD([p], lr=0.1), run)
+    model(x).sum().backward()
+    optimizer.step()
+    del optimizer
+    gc.collect()
+    before = model.weight.detach().clone()
+    model(x).sum().backward()
+    assert torch.equal(model.weight, before)
+    assert model.weight.grad is not None
+    model.zero_grad()
+    StepInBackward(model, lambda p: torch.optim.SGD([p], lr=0.1), run).remove()  # there is no other one any more
+    alive = weakref.ref(model)
+    del model, run
+    gc.collect()
+    assert alive() is None

@@ -8,7 +8,8 @@ parameters independently.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -59,8 +60,8 @@ class StepInBackward:
         #: Name of a parameter -> its optimizer.
         self.optimizers: dict[str, Optimizer] = {}
         self._stepped: set[str] = set()
-        self._handles: list[Any] = []
-        self._parameters: list[nn.Parameter] = []
+        handles: list[Any] = []
+        parameters: list[weakref.ref[nn.Parameter]] = []
         for name, parameter in unwrapped(model).named_parameters():
             if parameter.requires_grad:
                 self.optimizers[name] = self._make(name, parameter, make_optimizer)
@@ -68,10 +69,12 @@ class StepInBackward:
             self.optimizers = run._optimizer_state.make_for_each(self.optimizers)
         for name, parameter in unwrapped(model).named_parameters():
             if name in self.optimizers:
-                hook = self._hook(name)
-                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+                hook = _update_of(weakref.ref(self), name)
+                handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
                 setattr(parameter, _IS_STEPPED, True)
-                self._parameters.append(parameter)
+                parameters.append(weakref.ref(parameter))
+        self._remove = weakref.finalize(self, _remove_hooks, handles, parameters)
+        self._remove.atexit = False
 
     @staticmethod
     def _make(name: str, parameter: nn.Parameter, make: Callable[[nn.Parameter], Optimizer]) -> Optimizer:
@@ -95,21 +98,16 @@ class StepInBackward:
             )
         return optimizer
 
-    def _hook(self, name: str) -> Callable[[Tensor], None]:
-        optimizer = self.optimizers[name]
-
-        def update(parameter: Tensor) -> None:
-            if name in self._stepped:
-                parameter.grad = None
-                raise PlanError(
-                    f"{name} got a second gradient in one training step, and its first one is used already: call "
-                    f"step() after every backward pass; gradients cannot be accumulated here."
-                )
-            self._stepped.add(name)
-            optimizer.step()
+    def _update(self, name: str, parameter: Tensor) -> None:
+        if name in self._stepped:
             parameter.grad = None
-
-        return update
+            raise PlanError(
+                f"{name} got a second gradient in one training step, and its first one is used already: call step() "
+                f"after every backward pass; gradients cannot be accumulated here."
+            )
+        self._stepped.add(name)
+        self.optimizers[name].step()
+        parameter.grad = None
 
     def step(self) -> None:
         """End a training step, after its backward pass: the run counts it."""
@@ -150,8 +148,24 @@ class StepInBackward:
             load_plain_state(optimizer, state[name])
 
     def remove(self) -> None:
-        """Stop updating parameters in the backward pass."""
-        for handle, parameter in zip(self._handles, self._parameters, strict=True):
-            handle.remove()
+        """Stop updating parameters in the backward pass, as when nobody holds this object any more."""
+        self._remove()
+
+
+def _update_of(owner: weakref.ref[StepInBackward], name: str) -> Callable[[Tensor], None]:
+    """A hook that does not keep its owner alive: Python finds no cycles through the hooks of a tensor."""
+
+    def update(parameter: Tensor) -> None:
+        alive = owner()
+        if alive is not None:
+            alive._update(name, parameter)
+
+    return update
+
+
+def _remove_hooks(handles: Sequence[Any], parameters: Sequence[weakref.ref[nn.Parameter]]) -> None:
+    for handle, reference in zip(handles, parameters, strict=True):
+        handle.remove()
+        parameter = reference()
+        if parameter is not None:
             delattr(parameter, _IS_STEPPED)
-        self._handles, self._parameters = [], []
