@@ -79,7 +79,7 @@ class EmulateExecution:
     def attention(
         self, call: AttentionCall, products: AttentionProducts, contexts: tuple[OpContext, OpContext]
     ) -> Tensor:
-        raise NotImplementedError
+        raise AssertionError("emulation decomposes attention, so this is not called.")
 
     def frozen_product(
         self,
