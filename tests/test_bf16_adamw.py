@@ -194,3 +194,27 @@ def test_other_weights_are_refused() -> None:
     with pytest.raises(bp.BitplanError) as caught:
         BF16AdamW([random_weight(4, 4)], weights="nearest")  # type: ignore[arg-type]
     assert "'nearest'" in str(caught.value)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("weights", ["float32", "stochastic"])
+def test_a_weight_that_is_no_number_stays_none(weights: Any, compiled: bool) -> None:
+    """Divergence must be seen: a GPU's NaN has the bits 0x7FFFFFFF, and adding to them gives -0."""
+    weight = nn.Parameter(torch.ones(512, dtype=torch.bfloat16))
+    optimizer = BF16AdamW([weight], lr=1e-3, weights=weights, compiled=compiled)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    if weights == "float32":  # -0 and the lower bits -1 are such a NaN
+        weight.data.view(torch.int16)[0] = -(2**15)
+        optimizer.state[weight]["low_bits"][0] = -1
+        assert float32_weights(optimizer, weight).view(torch.int32)[0] == 0x7FFFFFFF
+    else:
+        weight.data.view(torch.int16)[0] = 0x7FFF
+    optimizer.step()
+    assert weight[0].isnan()
+    assert weight[1:].isfinite().all()
+    weight.grad[300] = torch.nan
+    optimizer.step()
+    optimizer.step()
+    assert weight[:256].isnan().sum() == 1
+    assert weight[256:].isnan().all()  # the block that shares a scale

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.capture.scopes import is_planned
-from bitplan.errors import PlanError
+from bitplan.errors import BitplanError, PlanError
 from bitplan.runtime.head_loss import is_plain_linear, linear_cross_entropy
 
 #: Attributes of a config that say what logits are multiplied by, and divided by.
@@ -203,7 +203,7 @@ def _compare(model: nn.Module, layout: CausalLMLayout, example: dict[str, Any]) 
             hidden = layout.hidden(model, (), few)
             loss = layout.loss(model, hidden, labels, None, few.get("shift_labels"))
             logits = model.get_submodule(layout.head_path)(hidden).float() * layout.logit_scale
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, BitplanError):
         raise
     except Exception as error:  # of the model's own code, such as a decoder that is given the encoder's arguments
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -33,6 +33,8 @@ BLOCK = 256
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 #: The smallest positive number of E4M3.
 _SMALLEST = 2.0**-9
+#: The bits of a float32 NaN to which others may be added: those of a GPU, 0x7FFFFFFF, would become -0.
+_NAN = 0x7FC00000
 #: Values that are updated at once. Without compilation each takes about 50 bytes for a moment.
 CHUNK = 1 << 24
 
@@ -193,7 +195,7 @@ def _update_for(
         value = weight.float() if low_bits is None else _joined(weight, low_bits)
         value = value.view(-1, block)
         value = value * (1 - lr * decay) - lr * (m / correction) / (root / root_correction + eps)
-        bits = value.view(torch.int32).view(-1)
+        bits = torch.where(value.isnan(), _NAN, value.view(torch.int32)).view(-1)
         if low_bits is None:
             bits = bits + torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, device=bits.device)
             weight.copy_(_upper_bits(bits).view(torch.bfloat16))

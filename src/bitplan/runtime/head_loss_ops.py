@@ -155,10 +155,9 @@ def _with_rows(matrix: Tensor) -> Tensor:
 
 def _product(x: Tensor, w: Tensor, bias: Tensor | None, vocabulary: int) -> Tensor:
     """The logits of `vocabulary` classes; `w` may have further rows."""
-    if len(w) == vocabulary:
-        return nn.functional.linear(x, w, bias)
-    logits = nn.functional.linear(x, w)[:, :vocabulary]
-    return logits if bias is None else logits.add_(bias)
+    if bias is not None and len(w) > vocabulary:  # in the product, which rounds its result once
+        bias = nn.functional.pad(bias, (0, len(w) - vocabulary))
+    return nn.functional.linear(x, w, bias)[:, :vocabulary]
 
 
 @cache
