@@ -161,7 +161,7 @@ def multiplies_groups(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and _capability(device)[0] == 9
 
 
-@cache
+@constant_when_traced
 def multiplies_attention(device: torch.device) -> bool:
     """Whether the device has the kernel of attention in FP8: Hopper, where Triton is."""
     is_hopper = device.type == "cuda" and torch.version.hip is None and _capability(device)[0] == 9

@@ -154,7 +154,7 @@ def device_alone(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _compiling_backward_early() -> AbstractContextManager[Any]:
+def compiling_backward_early() -> AbstractContextManager[Any]:
     """Compile the backward pass together with the forward pass, where torch has the option.
 
     Otherwise the first step's saved tensors are in memory while its backward pass compiles: tens of seconds, in which
@@ -191,7 +191,7 @@ class CandidateStep:
         loss = target.loss if target.loss is None or self.run is None else self.run.loss(target.loss)
         call = split_call(target.batch, target.loss)
         self.step = TrainingStep(self.model, call, loss, problem.optimizer, self.run, forward, problem.autocast)
-        with _compiling_backward_early():
+        with compiling_backward_early():
             for _ in range(_WARM_UP):
                 self.step(lambda phase: None)
         self.release_cache()
