@@ -79,31 +79,28 @@ def block_cast_reference(
     x: Tensor, tiles: bool, power_of_two: bool, as_rows: bool, as_columns: bool, after: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The fields of :class:`BlockCast`."""
-    results = block_cast_buffers(x, tiles, as_rows, as_columns)
-    if not x.numel():
-        return results
-    rows, row_scales, columns, column_scales = results
-    if as_rows:
-        codes, scales = _encode(x, Tiles((0, 1), (BLOCK, BLOCK)) if tiles else Blocks(1, BLOCK), power_of_two)
-        rows.copy_(codes)
-        row_scales.copy_(scales if tiles else scales.t())
-    if as_columns:
-        codes, scales = _encode(x.t(), Tiles((0, 1), (BLOCK, BLOCK)) if tiles else Blocks(1, BLOCK), power_of_two)
-        columns.copy_(codes)
-        column_scales.copy_(scales if tiles else scales.t())
+    rows, row_scales, columns, column_scales = results = block_cast_buffers(x, tiles, as_rows, as_columns)
+    if as_rows and x.numel():
+        _encode_into(rows, row_scales, x, tiles, power_of_two)
+    if as_columns and x.numel():
+        _encode_into(columns, column_scales, x.t(), tiles, power_of_two)
     return results
 
 
-def _encode(x: Tensor, blocks: Blocks | Tiles, power_of_two: bool) -> tuple[Tensor, Tensor]:
-    """The codes of a matrix, and the scales of its blocks as a matrix."""
-    target, values = FORMATS[torch.float8_e4m3fn], blocks.split(x.float())
-    scales = step_scale(block_amax(values), target.max, power_of_two)
-    codes = round_float(divide(values, scales), target, "nearest", "saturate").to(torch.float8_e4m3fn)
-    return blocks.join(codes, x.shape), scales.squeeze(-1)
+def _encode_into(codes: Tensor, scales: Tensor, x: Tensor, tiles: bool, power_of_two: bool) -> None:
+    """Write the codes of `x`, and the scales of its tiles or of lines along its second axis."""
+    target = FORMATS[torch.float8_e4m3fn]
+    blocks = Tiles((0, 1), (BLOCK, BLOCK)) if tiles else Blocks(1, BLOCK)
+    values = blocks.split(x.float())
+    scale = step_scale(block_amax(values), target.max, power_of_two)
+    elements = round_float(divide(values, scale), target, "nearest", "saturate")
+    codes.copy_(blocks.join(elements, x.shape))
+    grid = scale.squeeze(-1)
+    scales.copy_(grid if tiles else grid.t())
 
 
 def block_cast_buffers(
-    x: Tensor, tiles: bool, as_rows: bool, as_columns: bool, *_: Any
+    x: Tensor, tiles: bool, as_rows: bool, as_columns: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The fields of :class:`BlockCast`, uninitialised."""
     rows, features = x.shape

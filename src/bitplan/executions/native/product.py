@@ -90,9 +90,9 @@ class NativeSlots(Slots):
         :param after: in the backward pass: cast again, but not before this tensor is computed.
         """
         layouts = [self._block_layout(slot, tensor) for slot in slots]
-        blocked = [layout for layout in layouts if layout is not None]
-        if slots and len(blocked) == len(slots) and len({layout.settings for layout in blocked}) == 1:
-            return _cast_blocks(blocked, tensor, after)
+        in_blocks = [layout for layout in layouts if layout is not None]
+        if len(in_blocks) == len(slots) and len({layout.settings for layout in in_blocks}) == 1:
+            return _cast_blocks(in_blocks, tensor, after)
         if len(slots) == 2 and not self._are_alike(*slots):
             return [*self.codes(slots[:1], tensor, after), *self.codes(slots[1:], tensor, after)]
         if not slots:
