@@ -83,11 +83,11 @@ def _codes_of_blocks(value, scale, zero, power_of_two: tl.constexpr, corrections
 
 
 @triton.jit
-def _widened(value, zero):  # type: ignore[no-untyped-def]
-    """The values in float32; combined with the hidden zero, because the compiler would keep those it has widened."""
+def _hide(value, zero):  # type: ignore[no-untyped-def]
+    """The values, combined with the hidden zero: the compiler would keep those that it has widened to float32."""
     if value.dtype.primitive_bitwidth == 16:
         value = (value.to(tl.int16, bitcast=True) ^ zero.to(tl.int16)).to(value.dtype, bitcast=True)
-    return value.to(tl.float32)
+    return value
 
 
 @triton.jit(do_not_specialize=["zero"])  # type: ignore[untyped-decorator]
@@ -141,7 +141,8 @@ def _cast_blocks(  # type: ignore[no-untyped-def]
         if writes_columns:
             if writes_rows:  # one layout after the other, in the same registers
                 tl.debug_barrier()
-            wide = _widened(value, zero)
+                value = _hide(value, zero)
+            wide = value.to(tl.float32)
             scale = _scale_of_blocks(tl.max(_magnitude_bits(wide), 0), format_max, power_of_two)
             tl.store(column_scales + down * features + column, scale, mask=column < features)
             codes = _codes_of_blocks(wide, scale[None, :], zero, power_of_two, corrections)
