@@ -137,6 +137,8 @@ def test_caches_know_it_by_what_it_does() -> None:
     assert {source.rpartition("/")[2] for source in sources} == {
         "float8_cast.py",
         "float8_cast_kernel.py",
+        "float8_block_cast.py",
+        "float8_block_cast_kernel.py",
         "gated_cast.py",
         "gated_cast_kernel.py",
         "batch_norm_fusion.py",

@@ -139,7 +139,8 @@ def _scale_of_blocks(scale: Tensor, rows: int) -> tuple[Tensor, Any]:
     types = torch.nn.functional.ScalingType
     if scale.shape[0] == rows:
         return _column_major(scale.float()), types.BlockWise1x128
-    padded = torch.nn.functional.pad(scale.float(), (0, -scale.shape[1] % 4))
+    missing = -scale.shape[1] % 4
+    padded = torch.nn.functional.pad(scale.float(), (0, missing)) if missing else scale.float()
     return _row_major(padded).t(), types.BlockWise128x128
 
 
