@@ -7,7 +7,9 @@ fuse the custom operations below, so their input is computed once:
 
 * ``bitplan::float8_amax`` computes the amax in :data:`PARTS` partial results, ``bitplan::float8_amax_batch`` that of
   several matrices (:mod:`bitplan.compiler.amax_fusion`);
-* ``bitplan::float8_cast`` derives the scale from the partial results, divides, rounds and writes one or both layouts.
+* ``bitplan::float8_cast`` derives the scale from the partial results, divides, rounds and writes one or both layouts;
+* ``bitplan::float8_padded_cast`` does so with groups of rows, each of which it pads in the transposed layout
+  (:mod:`bitplan.executions.native.group_padding`).
 
 On a GPU they are Triton kernels (:mod:`bitplan.executions.native.float8_cast_kernel`). Elsewhere the reference
 implementations in this file run. Both equal :meth:`bitplan.numerics.quantizer.Quantizer.encode` bit for bit.
@@ -67,6 +69,7 @@ def cast_float8(
     as_columns: bool = True,
     returns_amax: bool = False,
     after: Tensor | None = None,
+    sources: Tensor | None = None,
 ) -> Cast:
     """Cast `x`, a matrix of one of the :data:`INPUT_DTYPES`, to float8 codes.
 
@@ -74,6 +77,8 @@ def cast_float8(
     :param history_amax: the amax of past steps, for delayed scaling.
     :param returns_amax: whether to return the current amax per tile.
     :param after: a tensor that is not read; a compiled graph casts after computing it.
+    :param sources: for each column of the transposed layout the row of `x` that it holds, or -1 for zeros; every row
+        occurs once. None: all rows in their order.
 
     >>> cast = cast_float8(torch.tensor([[1.0, -896.0]]), torch.float8_e4m3fn)
     >>> cast.rows.float(), cast.columns.shape, cast.scale
@@ -82,6 +87,12 @@ def cast_float8(
     if not scaled:
         history_amax = None
     partial_amax = torch.ops.bitplan.float8_amax(x, history_amax) if scaled else None
+    if sources is not None and as_columns:
+        return Cast(
+            *torch.ops.bitplan.float8_padded_cast(
+                x, sources, dtype, partial_amax, history_amax, power_of_two, as_rows, returns_amax, after
+            )
+        )
     return Cast(
         *torch.ops.bitplan.float8_cast(
             x, dtype, partial_amax, history_amax, power_of_two, as_rows, as_columns, returns_amax, after
@@ -95,6 +106,8 @@ for _schema in (
     "float8_amax_batch(Tensor[] xs, Tensor[] history_amaxes) -> Tensor[]",
     "float8_cast(Tensor x, ScalarType dtype, Tensor? partial_amax, Tensor? history_amax, bool power_of_two, "
     "bool as_rows, bool as_columns, bool returns_amax, Tensor? after=None) -> (Tensor, Tensor, Tensor, Tensor)",
+    "float8_padded_cast(Tensor x, Tensor sources, ScalarType dtype, Tensor? partial_amax, Tensor? history_amax, "
+    "bool power_of_two, bool as_rows, bool returns_amax, Tensor? after=None) -> (Tensor, Tensor, Tensor, Tensor)",
 ):
     _LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
@@ -141,6 +154,28 @@ def cast_reference(
     )
 
 
+def pad_rows(x: Tensor, sources: Tensor) -> Tensor:
+    """The rows of `x` at `sources`, with zeros for -1."""
+    return x.index_select(0, sources.clamp_min(0)).masked_fill((sources < 0).unsqueeze(1), 0.0)
+
+
+def padded_cast_reference(
+    x: Tensor,
+    sources: Tensor,
+    dtype: torch.dtype,
+    partial_amax: Tensor | None,
+    history_amax: Tensor | None,
+    power_of_two: bool,
+    as_rows: bool,
+    returns_amax: bool,
+    after: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The fields of :class:`Cast`, the columns padded."""
+    scaling = dtype, partial_amax, history_amax, power_of_two
+    rows, _, scale, amax = cast_reference(x, *scaling, as_rows, False, returns_amax)
+    return rows, cast_reference(pad_rows(x, sources), *scaling, False, True, False)[1], scale, amax
+
+
 def fake_amax(x: Tensor, *_: Any) -> Tensor:
     """An uninitialised amax, in as many partial results as the device returns."""
     return x.new_empty(PARTS if x.is_cuda and x.numel() else 1, dtype=torch.float32)
@@ -168,6 +203,15 @@ def _fake_float8_cast(x: Tensor, dtype: torch.dtype, *args: Any) -> tuple[Tensor
     return fake_cast(x, dtype, as_rows, as_columns, returns_amax, tile_count(*x.shape))
 
 
+def _fake_padded_cast(
+    x: Tensor, sources: Tensor, dtype: torch.dtype, *args: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _, _, _, as_rows, returns_amax, *_ = args
+    tiles = tile_count(sources.shape[0], x.shape[1])
+    rows, _, scale, amax = fake_cast(x, dtype, as_rows, False, returns_amax, tiles)
+    return rows, x.new_empty((x.shape[1], sources.shape[0]), dtype=dtype), scale, amax
+
+
 def tile_count(rows: int, features: int) -> int:
     """The number of tiles that cover a matrix."""
     return -(-rows // TILE) * -(-features // TILE)
@@ -175,6 +219,7 @@ def tile_count(rows: int, features: int) -> int:
 
 register(_LIBRARY, "float8_amax", amax_reference, fake_amax, __name__)
 register(_LIBRARY, "float8_cast", cast_reference, _fake_float8_cast, __name__)
+register(_LIBRARY, "float8_padded_cast", padded_cast_reference, _fake_padded_cast, __name__)
 # Without a GPU implementation: outside compiled graphs, which launch the batched kernel, the matrices come one by one.
 _LIBRARY.impl("float8_amax_batch", batch_amax_reference, "CompositeExplicitAutograd")
 torch.library.register_fake("bitplan::float8_amax_batch", _fake_amax_batch, lib=_LIBRARY)
