@@ -21,7 +21,7 @@ from bitplan.executions.native.attention import (
     restore_by_head_reference,
     transpose_values,
 )
-from bitplan.executions.native.float8_cast import FORMATS, amax_reference, cast_reference
+from bitplan.executions.native.float8_cast import FORMATS, amax_reference, cast_reference, padded_cast_reference
 from bitplan.executions.native.gated_cast import (
     e4m3_reference,
     gated_amax_reference,
@@ -29,6 +29,7 @@ from bitplan.executions.native.gated_cast import (
     gated_grads_amax_reference,
     gated_grads_cast_reference,
 )
+from bitplan.executions.native.group_padding import pad_groups
 from bitplan.executions.native.norm_cast import norm_amax_reference, norm_cast_reference
 from bitplan.executions.native.recorded_cast import CASTS
 
@@ -249,6 +250,26 @@ def attentions() -> int:
     return agreed
 
 
+def padded() -> int:
+    """The same for casts of groups: one row in a group of its own, an empty group, and rows that are in no group."""
+    from bitplan.executions.native.float8_cast_kernel import launch_float8_padded_cast
+
+    agreed = 0
+    for x in samples():
+        rows = x.shape[0]
+        sources = pad_groups(torch.tensor([min(rows, 1), min(rows, 1), min(rows, 98)]), rows).sources
+        plain = amax_reference(x, None)
+        for kind, power_of_two, as_rows in itertools.product(FORMATS, (False, True), (False, True)):
+            rest = (kind, plain, torch.tensor(0.0), power_of_two, as_rows, True)
+            first = launch_float8_padded_cast(launch_directly, x, sources, *rest)
+            second = padded_cast_reference(x, sources, *rest)
+            assert all(same(*pair) for pair in zip(first[:3], second[:3], strict=True)), (x, rest)
+            assert same(first[3].amax(), second[3].amax())
+            noted("float8_padded_cast", launch_float8_padded_cast, (x, sources, *rest), first, 1 + agreed % 3)
+            agreed += 1
+    return agreed
+
+
 def main() -> int:
     """How many cases agreed."""
     import triton.runtime.interpreter as interpreter
@@ -283,7 +304,7 @@ def main() -> int:
                     if power_of_two:
                         noted("float8_cast", launch_float8_cast, (x, kind, parts, *rest), first, 1 + agreed % 3)
                     agreed += 1
-    return agreed + gated() + norms() + attentions()
+    return agreed + padded() + gated() + norms() + attentions()
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from torch._meta_registrations import _meta_grouped_mm_common
 from torch.nn import functional as F
 
 import bitplan as bp
-from bitplan.errors import BitplanWarning
 from bitplan.executions.native import backends, execution, grouped, product
 from bitplan.executions.native.group_padding import pad_groups, padded_count
 

@@ -190,9 +190,10 @@ def multiply_over_groups(left: Codes, right: Codes, ends: Tensor, fast: bool) ->
     Codes (m, columns) and (n, columns), with scales that are constant along columns. Groups end at multiples of 16, and
     none is empty.
     """
-    scale_a, scale_b = (codes.scale.expand(codes.values.shape[0], 1).reshape(-1) for codes in (left, right))
-    scales = [scale.repeat(len(ends)) for scale in (scale_a, scale_b)]
-    return _scaled_grouped_mm(left.values.contiguous(), right.values.contiguous().t(), *scales, ends, fast)
+    scale_a, scale_b = (
+        codes.scale.expand(codes.values.shape[0], 1).reshape(-1).repeat(len(ends)) for codes in (left, right)
+    )
+    return _scaled_grouped_mm(left.values.contiguous(), right.values.contiguous().t(), scale_a, scale_b, ends, fast)
 
 
 def _scaled_grouped_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, ends: Tensor, fast: bool) -> Tensor:
