@@ -21,7 +21,13 @@ from bitplan.executions.native.attention import (
     restore_by_head_reference,
     transpose_values,
 )
-from bitplan.executions.native.float8_cast import FORMATS, amax_reference, cast_reference, padded_cast_reference
+from bitplan.executions.native.float8_cast import (
+    FORMATS,
+    amax_reference,
+    cast_reference,
+    pad_rows,
+    padded_cast_reference,
+)
 from bitplan.executions.native.gated_cast import (
     e4m3_reference,
     gated_amax_reference,
@@ -179,6 +185,33 @@ def gated() -> int:
             if history_amax:
                 noted("gated_grads_cast", kernels.launch_gated_grads_cast, (*arguments, *rest), first, 2)
             agreed += 1
+        agreed += padded_gates(kernels, gate, up, grad)
+    return agreed
+
+
+def padded_gates(kernels: Any, gate: torch.Tensor, up: torch.Tensor, grad: torch.Tensor) -> int:
+    """The same for groups of rows."""
+    rows, history = gate.shape[0], torch.tensor(1.5)
+    sources = pad_groups(torch.tensor([1, 1, rows - 1]), rows).sources
+    plain, agreed = torch.zeros(1), 0
+    for kind, codes in itertools.product(FORMATS, (False, True)):
+        rest = (kind, plain, history, True, True, True, codes, None, sources)
+        first = kernels.launch_gated_cast(launch_directly, gate, up, *rest)
+        second = gated_cast_reference(gate, up, *rest)
+        assert all(almost_same(*pair) for pair in zip(first[:3], second[:3], strict=True))
+        assert almost_same(first[3].amax(), second[3].amax())
+        assert torch.equal(pad_rows(first[0].float(), sources).t(), first[1].float())
+        assert not codes or all(map(same, first[4:], second[4:]))
+        noted("gated_cast", kernels.launch_gated_cast, (gate, up, *rest), first, 1)
+        grads = (grad, gate, up, kind, plain, plain, history, torch.tensor(3.0), True, True, True, None, sources)
+        first = kernels.launch_gated_grads_cast(launch_directly, *grads)
+        second = gated_grads_cast_reference(*grads)
+        for at in (0, 4):
+            assert all(almost_same(*pair) for pair in zip(first[at : at + 3], second[at : at + 3], strict=True))
+            assert torch.equal(pad_rows(first[at].float(), sources).t(), first[at + 1].float())
+            assert almost_same(first[at + 3].amax(), second[at + 3].amax())
+        noted("gated_grads_cast", kernels.launch_gated_grads_cast, grads, first, 2)
+        agreed += 2
     return agreed
 
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import collections
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._inductor.compile_fx import compile_fx
 from torch._meta_registrations import _meta_grouped_mm_common
 from torch.nn import functional as F
 
 import bitplan as bp
+from bitplan.compiler import patterns
+from bitplan.compiler.gated_fusion import fuse_gates
 from bitplan.executions.native import backends, execution, grouped, product
 from bitplan.executions.native.group_padding import pad_groups, padded_count
 
@@ -214,6 +220,60 @@ def test_one_kernel_writes_both_layouts(kernel: Kernel, monkeypatch: pytest.Monk
     monkeypatch.setattr(product, "cast_float8", count)
     step(plan_of(SCALES["past steps"]), bp.Native(min_macs=0))
     assert casts == [(True, True)] * 3  # x, w and dy
+
+
+class GatedExperts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        shapes = {"gate": (FEATURES, WIDTH), "up": (FEATURES, WIDTH), "down": (WIDTH, FEATURES)}
+        for name, shape in shapes.items():
+            setattr(self, name, nn.Parameter(torch.randn(len(ENDS), *shape, dtype=torch.bfloat16) / 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        offsets = torch.tensor(ENDS, dtype=torch.int32)
+        gate, up, down = (weight.transpose(-2, -1) for weight in (self.gate, self.up, self.down))
+        hidden = F.silu(F.grouped_mm(x, gate, offs=offsets)) * F.grouped_mm(x, up, offs=offsets)
+        return F.grouped_mm(hidden, down, offs=offsets)
+
+
+def test_gates_of_experts_are_fused_with_their_padded_casts(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_in_graphs(kernel, monkeypatch)
+    monkeypatch.setattr(patterns, "GROUPED", [torch.ops.bitplan_test.scaled_groups.default])
+    counts: list[int] = []
+    seen: collections.Counter[str] = collections.Counter()
+
+    def rewrite(gm: fx.GraphModule, given: Any, **options: Any) -> Any:
+        counts.append(fuse_gates(gm.graph, "cpu"))
+        seen.update(str(node.target) for node in gm.graph.nodes if "cast" in str(node.target))
+        gm.graph.lint()
+        gm.recompile()
+        return make_boxed_func(gm.forward)
+
+    def results(is_compiled: bool) -> list[Tensor]:
+        model = GatedExperts()
+        torch.manual_seed(1)
+        x = torch.randn(TOKENS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+        f8 = operand("tensor", history=2, power_of_two=True)
+        plan = plan_of({"x": f8, "w": f8, "dy": f8})
+        with bp.attach(model, plan, example=x, execution=bp.Native(min_macs=0)) as run:
+            backend = partial(compile_fx, inner_compile=rewrite)
+            called = torch.compile(model, backend=backend, fullgraph=True) if is_compiled else model
+            for _ in range(2):
+                x.grad = None
+                model.zero_grad(set_to_none=True)
+                y = called(x)
+                y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).bfloat16())
+                run.step()
+        assert x.grad is not None
+        return [y.detach(), x.grad, *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
+
+    fused, eager = results(is_compiled=True), results(is_compiled=False)
+    assert counts == [1, 1]
+    assert seen["bitplan.gated_cast.default"] == seen["bitplan.gated_grads_cast.default"] == 1
+    assert seen["bitplan.float8_padded_cast.default"] == 2  # x, for gate and up alike, and the gradient of the result
+    for ours, expected in zip(fused, eager, strict=True):
+        assert (ours - expected).norm() < 0.02 * expected.norm()
 
 
 def test_nothing_is_listed_where_all_passes_are_native(kernel: Kernel) -> None:

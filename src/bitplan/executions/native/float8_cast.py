@@ -20,7 +20,7 @@ the first step it is 0, and the current amax determines the scale.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -134,6 +134,7 @@ def cast_reference(
     as_columns: bool,
     returns_amax: bool,
     after: Tensor | None = None,
+    sources: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The fields of :class:`Cast`."""
     target = FORMATS[dtype]
@@ -143,15 +144,18 @@ def cast_reference(
         if history_amax is not None:
             amax = torch.where(history_amax > 0, history_amax, amax)
         scale = step_scale(amax, target.max, power_of_two)
-    value = x.float() if partial_amax is None else divide(x.float(), scale)
-    codes = round_float(value, target, "nearest", "saturate").to(dtype)
+
+    def codes_of(value: Tensor) -> Tensor:
+        scaled = value if partial_amax is None else divide(value, scale)
+        return round_float(scaled, target, "nearest", "saturate").to(dtype)
+
+    codes = codes_of(x.float())
     empty = torch.empty(0, 0, dtype=dtype, device=x.device)
-    return (
-        codes if as_rows else empty,
-        codes.t().contiguous() if as_columns else torch.empty_like(empty),
-        scale,
-        amax_reference(x, None) if returns_amax else torch.empty(0, device=x.device),
-    )
+    columns = torch.empty_like(empty)
+    if as_columns:
+        columns = (codes if sources is None else codes_of(pad_rows(x.float(), sources))).t().contiguous()
+    amax_of_x = amax_reference(x, None) if returns_amax else torch.empty(0, device=x.device)
+    return codes if as_rows else empty, columns, scale, amax_of_x
 
 
 def pad_rows(x: Tensor, sources: Tensor) -> Tensor:
@@ -172,8 +176,7 @@ def padded_cast_reference(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The fields of :class:`Cast`, the columns padded."""
     scaling = dtype, partial_amax, history_amax, power_of_two
-    rows, _, scale, amax = cast_reference(x, *scaling, as_rows, False, returns_amax)
-    return rows, cast_reference(pad_rows(x, sources), *scaling, False, True, False)[1], scale, amax
+    return cast_reference(x, *scaling, as_rows, True, returns_amax, sources=sources)
 
 
 def fake_amax(x: Tensor, *_: Any) -> Tensor:
@@ -186,13 +189,21 @@ def _fake_amax_batch(xs: Sequence[Tensor], history_amaxes: Sequence[Tensor]) -> 
 
 
 def fake_cast(
-    x: Tensor, dtype: torch.dtype, as_rows: bool, as_columns: bool, returns_amax: bool, tiles: int
+    x: Tensor,
+    dtype: torch.dtype,
+    as_rows: bool,
+    as_columns: bool,
+    returns_amax: bool,
+    count_tiles: Callable[[int, int], int],
+    sources: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Uninitialised results of a cast; `tiles` is the number of tiles that a GPU returns the amax of."""
+    """Uninitialised results of a cast; `count_tiles` gives the number of tiles that a GPU returns the amax of."""
     rows, features = x.shape
+    columns = rows if sources is None else sources.shape[0]
+    tiles = count_tiles(columns, features)
     return (
         x.new_empty((rows, features) if as_rows else (0, 0), dtype=dtype),
-        x.new_empty((features, rows) if as_columns else (0, 0), dtype=dtype),
+        x.new_empty((features, columns) if as_columns else (0, 0), dtype=dtype),
         x.new_empty((), dtype=torch.float32),
         x.new_empty((tiles if x.is_cuda and x.numel() else 1) if returns_amax else 0, dtype=torch.float32),
     )
@@ -200,16 +211,14 @@ def fake_cast(
 
 def _fake_float8_cast(x: Tensor, dtype: torch.dtype, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _, _, _, as_rows, as_columns, returns_amax, *_ = args
-    return fake_cast(x, dtype, as_rows, as_columns, returns_amax, tile_count(*x.shape))
+    return fake_cast(x, dtype, as_rows, as_columns, returns_amax, tile_count)
 
 
 def _fake_padded_cast(
     x: Tensor, sources: Tensor, dtype: torch.dtype, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _, _, _, as_rows, returns_amax, *_ = args
-    tiles = tile_count(sources.shape[0], x.shape[1])
-    rows, _, scale, amax = fake_cast(x, dtype, as_rows, False, returns_amax, tiles)
-    return rows, x.new_empty((x.shape[1], sources.shape[0]), dtype=dtype), scale, amax
+    return fake_cast(x, dtype, as_rows, True, returns_amax, tile_count, sources)
 
 
 def tile_count(rows: int, features: int) -> int:

@@ -252,6 +252,23 @@ def _record_amax(record, cell, amax_bits):  # type: ignore[no-untyped-def]
     tl.atomic_max(record.to(tl.pointer_type(tl.int32), bitcast=True) + cell, amax_bits, sem="relaxed")
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _source_of(sources, row, rows, is_padded: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The row of the matrix that a row of the padded matrix holds, or -1."""
+    source = row
+    if is_padded:
+        source = tl.load(sources + row, mask=row < rows, other=-1).to(tl.int64)
+    return source
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _has_source(source, row, rows, is_padded: tl.constexpr):  # type: ignore[no-untyped-def]
+    has_source = row < rows
+    if is_padded:
+        has_source = source >= 0
+    return has_source
+
+
 @triton.jit
 def _store_rows(codes, row, has_row, column, out, features):  # type: ignore[no-untyped-def]
     inside = has_row[:, None] & (column < features)[None, :]
@@ -268,10 +285,20 @@ def _store_columns(codes, row, column, out, rows, features):  # type: ignore[no-
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _store_codes(  # type: ignore[no-untyped-def]
-    codes, row, column, as_rows, as_columns, rows, features, writes_rows: tl.constexpr, writes_columns: tl.constexpr
+    codes,
+    row,
+    source,
+    has_source,
+    column,
+    as_rows,
+    as_columns,
+    rows,
+    features,
+    writes_rows: tl.constexpr,
+    writes_columns: tl.constexpr,
 ):
     if writes_rows:
-        _store_rows(codes, row, row < rows, column, as_rows, features)
+        _store_rows(codes, source, has_source, column, as_rows, features)
     if writes_columns:
         _store_columns(codes, row, column, as_columns, rows, features)
 
@@ -313,12 +340,8 @@ def _cast_tile(  # type: ignore[no-untyped-def]
     tiles_per_row = tl.cdiv(features, tile)
     row = (tile_number // tiles_per_row).to(tl.int64) * tile + tl.arange(0, tile)
     column = (tile_number % tiles_per_row).to(tl.int64) * tile + tl.arange(0, tile)
-    if is_padded:  # the row of x that this row of the padded matrix holds
-        source = tl.load(sources + row, mask=row < rows, other=-1).to(tl.int64)
-        has_source = source >= 0
-    else:
-        source = row
-        has_source = row < rows
+    source = _source_of(sources, row, rows, is_padded)
+    has_source = _has_source(source, row, rows, is_padded)
     inside = has_source[:, None] & (column < features)[None, :]
     offset = source[:, None] * features + column[None, :]
     is_left = (tl.arange(0, tile) < tile // 2)[None, :]
@@ -343,10 +366,9 @@ def _cast_tile(  # type: ignore[no-untyped-def]
     if tile_number == 0:
         tl.store(scale_out, scale)
     codes = _codes_of(value, zero, is_e5m2)
-    if writes_rows:
-        _store_rows(codes, source, has_source, column, as_rows, features)
-    if writes_columns:
-        _store_columns(codes, row, column, as_columns, rows, features)
+    _store_codes(
+        codes, row, source, has_source, column, as_rows, as_columns, rows, features, writes_rows, writes_columns
+    )
 
 
 def launch_float8_amax(wrap: Any, x: Tensor, history_amax: Tensor | None) -> Tensor:
@@ -388,10 +410,10 @@ class CastOutputs:
         as_columns: bool,
         returns_amax: bool,
         tiles: int,
-        padded_rows: int | None = None,
+        sources: Tensor | None = None,
     ) -> None:
         rows, features = x.shape
-        width = rows if padded_rows is None else padded_rows
+        width = rows if sources is None else sources.shape[0]
         self.rows = x.new_empty((rows, features) if as_rows else (0, 0), dtype=dtype)
         self.columns = x.new_empty((features, width) if as_columns else (0, 0), dtype=dtype)
         self.scale = x.new_empty(1, dtype=torch.float32)  # Inductor would initialise a scalar with zero
@@ -433,7 +455,7 @@ def launch_float8_cast(
     rows, features = x.shape
     rows = rows if sources is None else sources.shape[0]
     tiles = tile_count(rows, features)
-    outputs = CastOutputs(x, dtype, as_rows, as_columns, returns_amax, tiles, rows)
+    outputs = CastOutputs(x, dtype, as_rows, as_columns, returns_amax, tiles, sources)
     optional = [outputs.scale if tensor is None else tensor for tensor in (partial_amax, history_amax, after, sources)]
     unused = MAX_RECORDS - len(records)
     record_slots, cell_slots = [*records, *[outputs.scale] * unused], [*cells, *[0] * unused]
