@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
 from torch.nn import functional as F
 
 import bitplan as bp
+from bitplan.compiler import gated_fusion
 from bitplan.executions.native.backends import multiplies_groups
 
 pytestmark = pytest.mark.gpu
@@ -82,3 +84,58 @@ def test_native_differs_from_emulate_by_the_order_of_sums_only(
     for ours, expected in zip(native, emulated, strict=True):
         gap = float((ours - expected).float().norm() / expected.float().norm())
         assert gap < 5e-3
+
+
+class GatedExperts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = {"gate": (512, 256), "up": (512, 256), "down": (256, 512)}
+        for name, shape in shapes.items():
+            weight = torch.randn(len(ENDS), *shape, device="cuda", dtype=torch.bfloat16) / shape[1] ** 0.5
+            setattr(self, name, nn.Parameter(weight))
+        self.register_buffer("offsets", torch.tensor(ENDS, dtype=torch.int32, device="cuda"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up, down = (weight.transpose(-2, -1) for weight in (self.gate, self.up, self.down))
+        hidden = F.silu(F.grouped_mm(x, gate, offs=self.offsets)) * F.grouped_mm(x, up, offs=self.offsets)
+        return F.grouped_mm(hidden, down, offs=self.offsets)
+
+
+def gated_steps(recompute: Any) -> tuple[list[Tensor], list[str]]:
+    """Results and gradients of the last of three steps, and the code that Inductor made."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = GatedExperts()
+    x, dy = (torch.randn(ENDS[-1], 256, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    x.requires_grad_()
+    plan = {"version": 1, "rules": [{"match": "*", **OPERANDS["past steps"]}]}
+    with bp.attach(model, plan, example=x, execution=bp.Native(min_macs=0, recompute=recompute)) as run:
+        called = run.compile()
+
+        def step() -> Tensor:
+            x.grad = None
+            model.zero_grad(set_to_none=True)
+            y: Tensor = called(x)
+            y.backward(dy)
+            run.step()
+            return y.detach()
+
+        with torch._inductor.config.patch(force_disable_caches=True):
+            _, codes = run_and_get_code(step)
+        step()
+        y = step()
+    assert x.grad is not None
+    return [y, x.grad, *(weight.grad for weight in model.parameters() if weight.grad is not None)], codes
+
+
+@pytest.mark.parametrize("recompute", [(), "weights"])
+def test_gates_of_experts_have_the_bits_of_two_kernels(monkeypatch: pytest.MonkeyPatch, recompute: Any) -> None:
+    results = []
+    for fuses in (True, False):
+        monkeypatch.setattr(gated_fusion, "FUSES", fuses)
+        result, codes = gated_steps(recompute)
+        assert len(codes) == 2
+        assert ("_cast_gated_tile" in codes[0]) == ("_cast_grads_tile" in codes[1]) == fuses
+        results.append(result)
+    for first, second in zip(*results, strict=True):
+        assert torch.equal(first, second)

@@ -250,13 +250,15 @@ def test_gates_of_experts_are_fused_with_their_padded_casts(kernel: Kernel, monk
         gm.recompile()
         return make_boxed_func(gm.forward)
 
-    def results(is_compiled: bool) -> list[Tensor]:
+    def results(is_compiled: bool, recompute: str | tuple[str, ...] = ()) -> list[Tensor]:
+        torch._dynamo.reset()
         model = GatedExperts()
         torch.manual_seed(1)
         x = torch.randn(TOKENS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
         f8 = operand("tensor", history=2, power_of_two=True)
         plan = plan_of({"x": f8, "w": f8, "dy": f8})
-        with bp.attach(model, plan, example=x, execution=bp.Native(min_macs=0)) as run:
+        with bp.attach(model, plan, example=x, execution=bp.Native(min_macs=0, recompute=recompute)) as run:
+            run.compile()  # only chooses what is cast again
             backend = partial(compile_fx, inner_compile=rewrite)
             called = torch.compile(model, backend=backend, fullgraph=True) if is_compiled else model
             for _ in range(2):
@@ -272,6 +274,11 @@ def test_gates_of_experts_are_fused_with_their_padded_casts(kernel: Kernel, monk
     assert counts == [1, 1]
     assert seen["bitplan.gated_cast.default"] == seen["bitplan.gated_grads_cast.default"] == 1
     assert seen["bitplan.float8_padded_cast.default"] == 2  # x, for gate and up alike, and the gradient of the result
+    assert seen["bitplan.float8_cast.default"] == 3
+    recast = results(is_compiled=True, recompute="weights")
+    assert counts == [1, 1] * 2
+    assert seen["bitplan.float8_cast.default"] == 3 + 6  # weights, and once more in the backward pass
+    assert all(map(torch.equal, recast, fused))
     for ours, expected in zip(fused, eager, strict=True):
         assert (ours - expected).norm() < 0.02 * expected.norm()
 

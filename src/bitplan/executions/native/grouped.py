@@ -65,21 +65,27 @@ def native_grouped_product(
     rounding: OpRounding,
     context: OpContext,
     weight_key: Tensor | None,
+    recast_in_backward: tuple[str, ...] = (),
 ) -> Tensor | None:
-    """The product with the candidate's passes in FP8; None: it is emulated."""
+    """The product with the candidate's passes in FP8; None: it is emulated.
+
+    :param recast_in_backward: w, where the backward pass of compiled code casts it again. Codes of x are saved.
+    """
     if not multiplies_groups(x.device) or why_groups_not_native(x, w, terms) is not None:
         return None
     applied = applied_ops(rounding, context)
     # Operands that evaluation leaves unrounded are multiplied as they are.
     passes = tuple(name for name in candidate.passes if all(slot in applied for slot in PASSES[name]))
     assert product.offsets is not None
+    is_freed = is_freed_after_forward(w)
     if not torch.compiler.is_compiling():
-        recast = ("w",) if is_freed_after_forward(w) else ()
+        recast: tuple[str, ...] = ("w",) if is_freed else ()
         slots = NativeSlots({slot: (op, context) for slot, op in applied.items()}, weight_key, {}, recast)
         return _multiply(x, w, product.offsets, passes, terms.fast_accumulation, slots)
+    recast = ("w",) if is_freed else recast_in_backward
     refs = tuple(op_ref(applied.get(slot), context) for slot in SLOTS)
     return _native_grouped_product_in_graph(
-        *(x, w, product.offsets, passes, terms.fast_accumulation, refs),
+        *(x, w, product.offsets, passes, terms.fast_accumulation, recast, refs),
         *(call_constants(context), call_buffers(context), weight_key),
     )
 
@@ -91,12 +97,14 @@ def _native_grouped_product_in_graph(
     offsets: Tensor,
     passes: tuple[str, ...],
     fast: tuple[str, ...],
+    recast: tuple[str, ...],
     refs: tuple[OpRef, ...],
     call: CallConstants,
     buffers: Buffers,
     weight_key: Tensor | None,
 ) -> Tensor:
-    return _multiply(x, w, offsets, passes, fast, NativeSlots(chosen_ops(refs, call, buffers), weight_key, {}))
+    slots = NativeSlots(chosen_ops(refs, call, buffers), weight_key, {}, recast)
+    return _multiply(x, w, offsets, passes, fast, slots)
 
 
 def _multiply(
