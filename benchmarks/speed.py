@@ -134,6 +134,9 @@ def _gib(count: float) -> int:
 
 #: Presets for Llama-like blocks, and what searches find for such models.
 LLAMA_PLANS = ("fp8-train", "fp8-train-small", "native-fp8-kept", "deepseek-v3")
+#: Plans for grouped products: a scale for each tensor, or for each row.
+EXPERT_PLANS = ("native-fp8-experts", "native-fp8-experts-rowwise")
+
 SHAPES: Mapping[str, Shape] = {
     "linear-1024": OwnShape(
         lambda: (nn.Linear(1024, 1024, bias=False), torch.randn(1024, 1024)), aim=Aim("2 CPU cores", 26.0)
@@ -155,10 +158,10 @@ SHAPES: Mapping[str, Shape] = {
     "experts": OwnShape(
         lambda: (Experts(8, 2048, 7168, 16384), torch.randn(16384, 2048)),
         is_grouped=True,
-        plans=("native-fp8-experts",),
+        plans=EXPERT_PLANS,
     ),
     "experts-tiny": OwnShape(
-        lambda: (Experts(4, 64, 128, 320), torch.randn(320, 64)), is_grouped=True, plans=("native-fp8-experts",)
+        lambda: (Experts(4, 64, 128, 320), torch.randn(320, 64)), is_grouped=True, plans=EXPERT_PLANS
     ),
     # 1.03e9 parameters, 16,384 tokens per step.
     "gpt-1b": OwnShape(

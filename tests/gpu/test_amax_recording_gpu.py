@@ -16,6 +16,7 @@ from bitplan.compiler import amax_fusion
 from bitplan.compiler.kernel_ops import OPERATIONS, launch_directly
 from bitplan.executions.native.backends import backends_of
 from bitplan.executions.native.float8_cast import FORMATS, MAX_BATCH
+from bitplan.executions.native.group_padding import pad_groups
 from bitplan.executions.native.recorded_cast import CASTS
 from bitplan.runtime.module_state import RECORD
 
@@ -46,9 +47,11 @@ def test_kernels_raise_records_to_what_is_told(kind: torch.dtype, odd: float) ->
         each[700, 300] = odd
     history = torch.tensor(2.0, device="cuda")
     parts = torch.ops.bitplan.float8_amax(x, history)
+    sources = pad_groups(torch.tensor([100, 100, 117, 1333], device="cuda"), len(x)).sources
     for cast in CASTS.values():
         arguments = {
             "float8_cast": (x, kind, parts, history, True, True, True, True),
+            "float8_padded_cast": (x, sources, kind, parts, history, True, True, True),
             "gated_cast": (x, y, kind, parts, history, True, True, True, False),
             "gated_grads_cast": (x, y, z, kind, parts, parts, history, history, True, True, True),
             "norm_cast": (x, y[:, 0].float(), z[0], None, kind, parts, history, True, True, True),

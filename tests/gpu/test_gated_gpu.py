@@ -14,8 +14,9 @@ import bitplan
 from bitplan import Plan
 from bitplan.compiler import gated_fusion as gated_fusing
 from bitplan.executions.native.backends import backends_of
-from bitplan.executions.native.float8_cast import FORMATS
+from bitplan.executions.native.float8_cast import FORMATS, pad_rows
 from bitplan.executions.native.gated_cast import e4m3_reference, gated_cast_reference, gated_grads_cast_reference
+from bitplan.executions.native.group_padding import pad_groups
 
 pytestmark = pytest.mark.gpu
 
@@ -41,27 +42,32 @@ def nearly(first: Tensor, second: Tensor) -> bool:
 
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("history_amax", [0.0, 2.0])
-def test_the_kernels_give_the_codes_of_plain_torch(kind: torch.dtype, history_amax: float) -> None:
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_the_kernels_give_the_codes_of_plain_torch(is_padded: bool, kind: torch.dtype, history_amax: float) -> None:
     torch.manual_seed(0)
     gate, up, grad = (5 * torch.randn(333, 208, device="cuda").bfloat16() for _ in range(3))
+    sources = torch.arange(333, device="cuda", dtype=torch.int32)
+    if is_padded:
+        sources = pad_groups(torch.tensor([40, 40, 57, 330], device="cuda"), 333).sources
+    padding = (None, sources) if is_padded else ()
     history = torch.tensor(history_amax, device="cuda")
     for halves, codes in (((gate, up), True), ((gate, up), False), ((e4m3_reference(gate), e4m3_reference(up)), False)):
         parts = OURS.gated_amax(*halves, history, codes)
-        arguments = (*halves, kind, parts, history, True, True, True, codes)
+        arguments = (*halves, kind, parts, history, True, True, True, codes, *padding)
         ours, plain = OURS.gated_cast(*arguments), gated_cast_reference(*arguments)
         assert nearly(ours[0], plain[0])
-        assert torch.equal(ours[0].float().t(), ours[1].float())
+        assert torch.equal(pad_rows(ours[0].float(), sources).t(), ours[1].float())
         assert torch.equal(ours[2], plain[2])
         assert all(
             torch.equal(first.float(), second.float()) for first, second in zip(ours[4:], plain[4:], strict=True)
         )
         if not codes:
             both = OURS.gated_grads_amax(grad, *halves, history, history)
-            arguments = (grad, *halves, kind, *both, history, history, True, True, True)
+            arguments = (grad, *halves, kind, *both, history, history, True, True, True, *padding)
             ours, plain = OURS.gated_grads_cast(*arguments), gated_grads_cast_reference(*arguments)
             for at in (0, 4):
                 assert nearly(ours[at], plain[at])
-                assert torch.equal(ours[at].float().t(), ours[at + 1].float())
+                assert torch.equal(pad_rows(ours[at].float(), sources).t(), ours[at + 1].float())
                 assert torch.equal(ours[at + 2], plain[at + 2])
 
 

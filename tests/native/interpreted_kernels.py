@@ -22,7 +22,13 @@ from bitplan.executions.native.attention import (
     transpose_values,
 )
 from bitplan.executions.native.float8_block_cast import block_cast_reference
-from bitplan.executions.native.float8_cast import FORMATS, amax_reference, cast_reference
+from bitplan.executions.native.float8_cast import (
+    FORMATS,
+    amax_reference,
+    cast_reference,
+    pad_rows,
+    padded_cast_reference,
+)
 from bitplan.executions.native.gated_cast import (
     e4m3_reference,
     gated_amax_reference,
@@ -30,6 +36,7 @@ from bitplan.executions.native.gated_cast import (
     gated_grads_amax_reference,
     gated_grads_cast_reference,
 )
+from bitplan.executions.native.group_padding import pad_groups
 from bitplan.executions.native.norm_cast import norm_amax_reference, norm_cast_reference
 from bitplan.executions.native.recorded_cast import CASTS
 
@@ -179,6 +186,33 @@ def gated() -> int:
             if history_amax:
                 noted("gated_grads_cast", kernels.launch_gated_grads_cast, (*arguments, *rest), first, 2)
             agreed += 1
+        agreed += padded_gates(kernels, gate, up, grad)
+    return agreed
+
+
+def padded_gates(kernels: Any, gate: torch.Tensor, up: torch.Tensor, grad: torch.Tensor) -> int:
+    """The same for groups of rows."""
+    rows, history = gate.shape[0], torch.tensor(1.5)
+    sources = pad_groups(torch.tensor([1, 1, rows - 1]), rows).sources
+    plain, agreed = torch.zeros(1), 0
+    for kind, codes in itertools.product(FORMATS, (False, True)):
+        rest = (kind, plain, history, True, True, True, codes, None, sources)
+        first = kernels.launch_gated_cast(launch_directly, gate, up, *rest)
+        second = gated_cast_reference(gate, up, *rest)
+        assert all(almost_same(*pair) for pair in zip(first[:3], second[:3], strict=True))
+        assert almost_same(first[3].amax(), second[3].amax())
+        assert torch.equal(pad_rows(first[0].float(), sources).t(), first[1].float())
+        assert not codes or all(map(same, first[4:], second[4:]))
+        noted("gated_cast", kernels.launch_gated_cast, (gate, up, *rest), first, 1)
+        grads = (grad, gate, up, kind, plain, plain, history, torch.tensor(3.0), True, True, True, None, sources)
+        first = kernels.launch_gated_grads_cast(launch_directly, *grads)
+        second = gated_grads_cast_reference(*grads)
+        for at in (0, 4):
+            assert all(almost_same(*pair) for pair in zip(first[at : at + 3], second[at : at + 3], strict=True))
+            assert torch.equal(pad_rows(first[at].float(), sources).t(), first[at + 1].float())
+            assert almost_same(first[at + 3].amax(), second[at + 3].amax())
+        noted("gated_grads_cast", kernels.launch_gated_grads_cast, grads, first, 2)
+        agreed += 2
     return agreed
 
 
@@ -271,6 +305,26 @@ def attentions() -> int:
     return agreed
 
 
+def padded() -> int:
+    """The same for casts of groups: one row in a group of its own, an empty group, and rows that are in no group."""
+    from bitplan.executions.native.float8_cast_kernel import launch_float8_padded_cast
+
+    agreed = 0
+    for x in samples():
+        rows = x.shape[0]
+        sources = pad_groups(torch.tensor([min(rows, 1), min(rows, 1), min(rows, 98)]), rows).sources
+        plain = amax_reference(x, None)
+        for kind, power_of_two, as_rows in itertools.product(FORMATS, (False, True), (False, True)):
+            rest = (kind, plain, torch.tensor(0.0), power_of_two, as_rows, True)
+            first = launch_float8_padded_cast(launch_directly, x, sources, *rest)
+            second = padded_cast_reference(x, sources, *rest)
+            assert all(same(*pair) for pair in zip(first[:3], second[:3], strict=True)), (x, rest)
+            assert same(first[3].amax(), second[3].amax())
+            noted("float8_padded_cast", launch_float8_padded_cast, (x, sources, *rest), first, 1 + agreed % 3)
+            agreed += 1
+    return agreed
+
+
 def main() -> int:
     """How many cases agreed."""
     import triton.runtime.interpreter as interpreter
@@ -305,7 +359,7 @@ def main() -> int:
                     if power_of_two:
                         noted("float8_cast", launch_float8_cast, (x, kind, parts, *rest), first, 1 + agreed % 3)
                     agreed += 1
-    return agreed + blocks() + gated() + norms() + attentions()
+    return agreed + padded() + blocks() + gated() + norms() + attentions()
 
 
 if __name__ == "__main__":

@@ -59,6 +59,7 @@ def test_they_give_what_the_others_give_and_records_that_are_raised() -> None:
     cells = [COLUMNS + NOW, 4]
     for name, given, tops in (
         ("float8_cast", (x, E4M3, parts, history, True, True, True, True), (3, 3)),
+        ("float8_padded_cast", (x, torch.arange(-12, 20).int(), E4M3, parts, history, True, True, True), (3, 3)),
         ("gated_cast", (x, y, E4M3, parts, history, True, True, True, True), (3, 3)),
         ("gated_grads_cast", (x, y, z, E5M2, parts, parts, history, history, True, True, True), (3, 7)),
     ):

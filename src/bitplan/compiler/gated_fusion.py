@@ -100,7 +100,8 @@ def _can_share_kernel(cast: CastPattern, other: CastPattern) -> bool:
         and cast.amax is not None
         and other.amax is not None
         and len(cast.amax.users) == len(other.amax.users) == 1
-        and (cast.matrix, cast.args[1], cast.args[5:8]) == (other.matrix, other.args[1], other.args[5:8])
+        and (cast.matrix, cast.sources) == (other.matrix, other.sources)
+        and (cast.args[1], cast.args[5:8]) == (other.args[1], other.args[5:8])
     )
 
 
@@ -115,6 +116,7 @@ def _fuse_product(graph: fx.Graph, cast: CastPattern, match: Match) -> bool:
             cast.amax.replace_all_uses_with(partial_amax)
     with graph.inserting_before(cast.node):
         args = (gate, up, dtype, partial_amax, history_amax, as_rows, as_columns, returns_amax, False, after)
+        args = (*args, *_padding(cast))
         fused = call(graph, ours.gated_cast.default, args, cast.node)
     replace_cast(graph, cast, fused, 0, match["gate"])
     _fuse_input_casts(graph, fused, partial_amax if cast.amax is not None else None, (match["gate"], match["up"]))
@@ -132,7 +134,8 @@ def _fuse_grads(graph: fx.Graph, gate_cast: CastPattern, up_cast: CastPattern, m
     position = first.node if casts_weights else min([first.node, *waiting])
     history_amaxes = [cast.args[3] for cast in (gate_cast, up_cast)]
     can_move = all(_can_move_before(node, position) for node in history_amaxes)
-    if not can_move or not all(source < position for source in match.values()):
+    read = [*match.values(), *_padding(first)]
+    if not can_move or not all(source < position for source in read):
         return False
     for history_amax in history_amaxes:
         move_before(history_amax, position)
@@ -142,7 +145,7 @@ def _fuse_grads(graph: fx.Graph, gate_cast: CastPattern, up_cast: CastPattern, m
         amaxes = call(graph, ours.gated_grads_amax.default, (*matrices, *history_amaxes), first.node)
         partial_amaxes = [result_of(graph, amaxes, number) for number in range(2)]
         awaited = after if after is not None and after < position else None
-        args = (*matrices, dtype, *partial_amaxes, *history_amaxes, *flags, awaited)
+        args = (*matrices, dtype, *partial_amaxes, *history_amaxes, *flags, awaited, *_padding(first))
         fused = call(graph, ours.gated_grads_cast.default, args, first.node)
     for number, cast in enumerate((gate_cast, up_cast)):
         replace_cast(graph, cast, fused, 4 * number, match["grad"])
@@ -150,6 +153,11 @@ def _fuse_grads(graph: fx.Graph, gate_cast: CastPattern, up_cast: CastPattern, m
         if fused < waiting_cast:
             _delay_inputs(waiting_cast, fused)
     return True
+
+
+def _padding(cast: CastPattern) -> tuple[fx.Node, ...]:
+    """The last argument of the casts of groups of rows."""
+    return () if cast.sources is None else (cast.sources,)
 
 
 def _delay_inputs(cast: fx.Node, behind: fx.Node) -> None:

@@ -77,7 +77,7 @@ def _match_norm(cast: CastPattern) -> tuple[Match, bool] | None:
     """Input, weight and the number per row of the norm, if a kernel can read each of them, and whether it rounds
     twice."""
     size = tuple(cast.source.meta["val"].shape)
-    if size[-1] != cast.matrix[1]:
+    if size[-1] != cast.matrix[1] or cast.sources is not None:
         return None
     for rounds_twice, pattern in _patterns().items():
         match = match_pattern(pattern, cast.source, partial(_accepts, size, rounds_twice))

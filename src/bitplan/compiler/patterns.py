@@ -22,6 +22,8 @@ from bitplan.compiler.torch_private import FakeTensorMode, get_default_op_list, 
 aten: Any = torch.ops.aten
 ours: Any = torch.ops.bitplan
 convert: Any = torch.ops.prims.convert_element_type.default
+#: Products that torch does not list as such.
+GROUPED = [aten._grouped_mm.default, aten._scaled_grouped_mm.default]
 _COMMUTATIVE = (aten.mul.Tensor, aten.add.Tensor)
 #: Metadata of a node that describes its value.
 VALUE_KEYS = ("val", "eager_input_vals", "tensor_meta")
@@ -45,9 +47,14 @@ class CastPattern:
 
     @property
     def args(self) -> tuple[Any, ...]:
-        """All nine arguments."""
-        args = self.node.args
-        return (*args, *[None] * (9 - len(args)))
+        """All nine arguments of ``float8_cast``."""
+        return _arguments(self.node)
+
+    @property
+    def sources(self) -> fx.Node | None:
+        """The rows in the padded columns, where these are padded."""
+        sources = self.node.args[1] if self.node.target is ours.float8_padded_cast.default else None
+        return sources if isinstance(sources, fx.Node) else None
 
     @property
     def matrix(self) -> tuple[int, int]:
@@ -68,9 +75,9 @@ def find_casts(graph: fx.Graph, device: str) -> list[CastPattern]:
 
 
 def _find_cast(node: fx.Node) -> CastPattern | None:
-    if node.target is not ours.float8_cast.default:
+    if node.target not in (ours.float8_cast.default, ours.float8_padded_cast.default):
         return None
-    x, _, partial_amax, history_amax, is_power = node.args[:5]
+    x, _, partial_amax, history_amax, is_power, *_ = _arguments(node)
     source = source_of_view(x) if isinstance(x, fx.Node) else None
     is_delayed = isinstance(partial_amax, fx.Node) and isinstance(history_amax, fx.Node)
     if source is None or not is_delayed or not is_power:
@@ -83,11 +90,20 @@ def _find_cast(node: fx.Node) -> CastPattern | None:
     for reader, view in readers(source):
         if reader is partial_amax and reader.target is ours.float8_amax.default:
             amax = reader
-        elif reader.target is node.target and reader.args[0] is not view and view not in reader.args[1:8]:
+        elif reader.target is ours.float8_cast.default and reader.args[0] is not view and view not in reader.args[1:8]:
             waiting.append(reader)
         elif reader is not node:
             return None
     return CastPattern(node, source, amax, tuple(dict.fromkeys(waiting)))
+
+
+def _arguments(cast: fx.Node) -> tuple[Any, ...]:
+    """The nine arguments of ``float8_cast``, without the sources of a padded cast, which always writes columns."""
+    args = cast.args
+    if cast.target is ours.float8_padded_cast.default:
+        x, _, dtype, partial_amax, history_amax, is_power, as_rows, *rest = args
+        args = (x, dtype, partial_amax, history_amax, is_power, as_rows, True, *rest)
+    return (*args, *[None] * (9 - len(args)))
 
 
 # --- Tensors in memory
@@ -132,7 +148,7 @@ def is_external(node: fx.Node) -> bool:
     if source.target is operator.getitem:
         producer = source.all_input_nodes[0]
         return not kinds.is_view(producer) and not kinds.is_fusible(producer)
-    return source.op == "placeholder" or bool(kinds.is_compute_intensive(source))
+    return source.op == "placeholder" or bool(kinds.is_compute_intensive(source)) or source.target in GROUPED
 
 
 def is_output(node: fx.Node) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from bitplan.compiler.torch_private import int_mm, is_vnni_supported, scaled_gro
 from bitplan.compiler.tracing import constant_when_traced
 from bitplan.numerics.dtypes import TORCH_FLOAT8
 from bitplan.numerics.formats import FloatFormat, Format, IntFormat
+
+if TYPE_CHECKING:
+    from bitplan.executions.native.gemm import Codes
 
 _E5M2 = FloatFormat(5, 2)
 _E4M3 = FloatFormat(4, 3, specials="fn")
@@ -169,15 +172,34 @@ def multiplies_attention(device: torch.device) -> bool:
     return is_hopper and find_spec("triton") is not None
 
 
-def multiply_groups(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor], offsets: Tensor, fast: bool) -> Tensor:
-    """Codes (rows, k) by codes (groups, k, n) in bfloat16, each with a scale that is constant along k."""
-    (a, a_scale), (b, b_scale) = left, right
-    groups, _, columns = b.shape
-    scale_a = a_scale.expand(a.shape[0], 1).reshape(-1).contiguous()
-    scale_b = b_scale.expand(groups, 1, columns).reshape(groups, columns).contiguous()
-    b = b.transpose(1, 2).contiguous().transpose(1, 2)  # the summed axis innermost
+def multiply_groups(left: Codes, right: Codes, ends: Tensor, fast: bool) -> Tensor:
+    """Each group of rows of `left` times its matrix of `right` transposed, in bfloat16.
+
+    Codes (rows, k) and (groups, columns, k), with scales that are constant along k.
+    """
+    a, b = left.values.contiguous(), right.values
+    if b.stride(2) != 1 or b.stride(1) < b.shape[2]:
+        b = b.contiguous()
+    scale_a = left.scale.expand(a.shape[0], 1).reshape(-1).contiguous()
+    scale_b = right.scale.expand(*b.shape[:2], 1).squeeze(2).contiguous()
+    return _scaled_grouped_mm(a, b.transpose(1, 2), scale_a, scale_b, ends, fast)
+
+
+def multiply_over_groups(left: Codes, right: Codes, ends: Tensor, fast: bool) -> Tensor:
+    """For each group of columns: those of `left` times those of `right` transposed, (groups, m, n) in bfloat16.
+
+    Codes (m, columns) and (n, columns), with scales that are constant along columns. Groups end at multiples of 16, and
+    none is empty.
+    """
+    scale_a, scale_b = (
+        codes.scale.expand(codes.values.shape[0], 1).reshape(-1).repeat(len(ends)) for codes in (left, right)
+    )
+    return _scaled_grouped_mm(left.values.contiguous(), right.values.contiguous().t(), scale_a, scale_b, ends, fast)
+
+
+def _scaled_grouped_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, ends: Tensor, fast: bool) -> Tensor:
     options: dict[str, Any] = {"out_dtype": torch.bfloat16, "use_fast_accum": fast}
-    return scaled_grouped_mm(a.contiguous(), b, scale_a, scale_b, offsets.to(torch.int32), **options)
+    return scaled_grouped_mm(a, b, scale_a, scale_b, ends.to(torch.int32), **options)
 
 
 def backends_of(device: torch.device) -> tuple[GemmBackend, ...]:

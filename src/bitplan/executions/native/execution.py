@@ -127,7 +127,9 @@ class NativeExecution(EmulateExecution):
             return None
         product, bias = product_of(op, args, kwargs)
         if isinstance(candidate, GroupedCandidate):
-            return native_grouped_product(x, w, product, candidate, self.terms, rounding, context, weight_key)
+            return native_grouped_product(
+                x, w, product, candidate, self.terms, rounding, context, weight_key, self.recast_in_backward
+            )
         assert isinstance(candidate, NativeCandidate)
         backends = backends_for_passes(candidate.passes, op, product.settings, x, w, self.terms)
         saves_codes = candidate.keeps_codes and op != "linear" and x.dim() == w.dim() and x.numel() > 0

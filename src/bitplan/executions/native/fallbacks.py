@@ -42,7 +42,6 @@ from bitplan.runtime.execution import AttentionCall
 
 _IS_SPLIT = "tensor parallelism splits its weight; products of shards are emulated"
 _NO_GROUPS = "this device has no grouped product in FP8, which Hopper has"
-_RAGGED_SUM = "sums over the rows of a group, which FP8 kernels want in multiples of 16; its input is saved as codes"
 _IS_WATCHED = "statistics are gathered, or formats may change, which takes the values of attention one by one"
 _E4M3 = FloatFormat(4, 3, specials="fn")
 _NO_ATTENTION = "this device has no attention in FP8, which Hopper has with Triton; this one is emulated"
@@ -228,7 +227,6 @@ def reasons_of_groups(decision: Decision) -> dict[str, str | None]:
             if reason is None and operand.spec is not None and operand.spec.target != _E4M3:
                 reason = f"grouped products in FP8 are e4m3 by e4m3, and {slot} is {operand.spec.target.name}"
             reasons[gemm_pass] = reasons[gemm_pass] or reason
-    reasons["wgrad"] = reasons["wgrad"] or _RAGGED_SUM
     return reasons
 
 

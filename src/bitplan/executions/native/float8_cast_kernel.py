@@ -253,18 +253,54 @@ def _record_amax(record, cell, amax_bits):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _source_of(sources, row, rows, is_padded: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The row of the matrix that a row of the padded matrix holds, or -1."""
+    source = row
+    if is_padded:
+        source = tl.load(sources + row, mask=row < rows, other=-1).to(tl.int64)
+    return source
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _has_source(source, row, rows, is_padded: tl.constexpr):  # type: ignore[no-untyped-def]
+    has_source = row < rows
+    if is_padded:
+        has_source = source >= 0
+    return has_source
+
+
+@triton.jit
+def _store_rows(codes, row, has_row, column, out, features):  # type: ignore[no-untyped-def]
+    inside = has_row[:, None] & (column < features)[None, :]
+    offset = row[:, None] * features + column[None, :]
+    tl.store(out.to(tl.pointer_type(tl.uint8), bitcast=True) + offset, codes, mask=inside)
+
+
+@triton.jit
+def _store_columns(codes, row, column, out, rows, features):  # type: ignore[no-untyped-def]
+    inside = (column < features)[:, None] & (row < rows)[None, :]
+    offset = column[:, None] * rows + row[None, :]
+    tl.store(out.to(tl.pointer_type(tl.uint8), bitcast=True) + offset, tl.trans(codes), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _store_codes(  # type: ignore[no-untyped-def]
-    codes, row, column, as_rows, as_columns, rows, features, writes_rows: tl.constexpr, writes_columns: tl.constexpr
+    codes,
+    row,
+    source,
+    has_source,
+    column,
+    as_rows,
+    as_columns,
+    rows,
+    features,
+    writes_rows: tl.constexpr,
+    writes_columns: tl.constexpr,
 ):
     if writes_rows:
-        inside = (row < rows)[:, None] & (column < features)[None, :]
-        offset = row[:, None] * features + column[None, :]
-        tl.store(as_rows.to(tl.pointer_type(tl.uint8), bitcast=True) + offset, codes, mask=inside)
+        _store_rows(codes, source, has_source, column, as_rows, features)
     if writes_columns:
-        inside_transposed = (column < features)[:, None] & (row < rows)[None, :]
-        transposed_offset = column[:, None] * rows + row[None, :]
-        columns = as_columns.to(tl.pointer_type(tl.uint8), bitcast=True)
-        tl.store(columns + transposed_offset, tl.trans(codes), mask=inside_transposed)
+        _store_columns(codes, row, column, as_columns, rows, features)
 
 
 @triton.jit(do_not_specialize=["zero", "cell_0", "cell_1", "cell_2"])  # type: ignore[untyped-decorator]
@@ -277,6 +313,7 @@ def _cast_tile(  # type: ignore[no-untyped-def]
     partial_amax,
     history_amax,
     after,
+    sources,
     record_0,
     record_1,
     record_2,
@@ -294,6 +331,7 @@ def _cast_tile(  # type: ignore[no-untyped-def]
     writes_rows: tl.constexpr,
     writes_columns: tl.constexpr,
     returns_amax: tl.constexpr,
+    is_padded: tl.constexpr,
     record_count: tl.constexpr,
     part_count: tl.constexpr,
     tile: tl.constexpr,
@@ -302,8 +340,10 @@ def _cast_tile(  # type: ignore[no-untyped-def]
     tiles_per_row = tl.cdiv(features, tile)
     row = (tile_number // tiles_per_row).to(tl.int64) * tile + tl.arange(0, tile)
     column = (tile_number % tiles_per_row).to(tl.int64) * tile + tl.arange(0, tile)
-    inside = (row < rows)[:, None] & (column < features)[None, :]
-    offset = row[:, None] * features + column[None, :]
+    source = _source_of(sources, row, rows, is_padded)
+    has_source = _has_source(source, row, rows, is_padded)
+    inside = has_source[:, None] & (column < features)[None, :]
+    offset = source[:, None] * features + column[None, :]
     is_left = (tl.arange(0, tile) < tile // 2)[None, :]
     history = tl.load(history_amax) if has_history else 0.0
     left = tl.load(x + offset, mask=inside & is_left, other=0.0).to(tl.float32)
@@ -326,7 +366,9 @@ def _cast_tile(  # type: ignore[no-untyped-def]
     if tile_number == 0:
         tl.store(scale_out, scale)
     codes = _codes_of(value, zero, is_e5m2)
-    _store_codes(codes, row, column, as_rows, as_columns, rows, features, writes_rows, writes_columns)
+    _store_codes(
+        codes, row, source, has_source, column, as_rows, as_columns, rows, features, writes_rows, writes_columns
+    )
 
 
 def launch_float8_amax(wrap: Any, x: Tensor, history_amax: Tensor | None) -> Tensor:
@@ -361,11 +403,19 @@ class CastOutputs:
     """The tensors that a cast kernel writes."""
 
     def __init__(
-        self, x: Tensor, dtype: torch.dtype, as_rows: bool, as_columns: bool, returns_amax: bool, tiles: int
+        self,
+        x: Tensor,
+        dtype: torch.dtype,
+        as_rows: bool,
+        as_columns: bool,
+        returns_amax: bool,
+        tiles: int,
+        sources: Tensor | None = None,
     ) -> None:
         rows, features = x.shape
+        width = rows if sources is None else sources.shape[0]
         self.rows = x.new_empty((rows, features) if as_rows else (0, 0), dtype=dtype)
-        self.columns = x.new_empty((features, rows) if as_columns else (0, 0), dtype=dtype)
+        self.columns = x.new_empty((features, width) if as_columns else (0, 0), dtype=dtype)
         self.scale = x.new_empty(1, dtype=torch.float32)  # Inductor would initialise a scalar with zero
         self.tile_amax = x.new_empty(tiles if returns_amax else 0, dtype=torch.float32)
 
@@ -392,6 +442,7 @@ def launch_float8_cast(
     after: Tensor | None = None,
     records: Sequence[Tensor] = (),
     cells: Sequence[int] = (),
+    sources: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As :func:`bitplan.executions.native.float8_cast.cast_reference`; `x` is not empty.
 
@@ -399,17 +450,38 @@ def launch_float8_cast(
 
     :param records: up to :data:`MAX_RECORDS` dense float32 tensors; one cell of each is raised to the amax.
     :param cells: the flat index of each record's cell.
+    :param sources: pads the columns, as in :func:`bitplan.executions.native.float8_cast.cast_float8`.
     """
     rows, features = x.shape
+    rows = rows if sources is None else sources.shape[0]
     tiles = tile_count(rows, features)
-    outputs = CastOutputs(x, dtype, as_rows, as_columns, returns_amax, tiles)
-    optional = [outputs.scale if tensor is None else tensor for tensor in (partial_amax, history_amax, after)]
+    outputs = CastOutputs(x, dtype, as_rows, as_columns, returns_amax, tiles, sources)
+    optional = [outputs.scale if tensor is None else tensor for tensor in (partial_amax, history_amax, after, sources)]
     unused = MAX_RECORDS - len(records)
     record_slots, cell_slots = [*records, *[outputs.scale] * unused], [*cells, *[0] * unused]
     scaling = (FORMATS[dtype].max, power_of_two, partial_amax is not None, history_amax is not None)
-    layouts = (as_rows, as_columns, returns_amax, len(records))
+    layouts = (as_rows, as_columns, returns_amax, sources is not None, len(records))
     part_count = 1 if partial_amax is None else partial_amax.numel()
     tensors = (x.contiguous(), *outputs.arguments, *optional, *record_slots)
     constants = (dtype == torch.float8_e5m2, *scaling, *layouts, part_count, TILE)
     wrap(_cast_tile)[(tiles,)](*tensors, rows, features, 0, *cell_slots, *constants, num_warps=8)
     return outputs.results()
+
+
+def launch_float8_padded_cast(
+    wrap: Any,
+    x: Tensor,
+    sources: Tensor,
+    dtype: torch.dtype,
+    partial_amax: Tensor | None,
+    history_amax: Tensor | None,
+    power_of_two: bool,
+    as_rows: bool,
+    returns_amax: bool,
+    after: Tensor | None = None,
+    records: Sequence[Tensor] = (),
+    cells: Sequence[int] = (),
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As :func:`bitplan.executions.native.float8_cast.padded_cast_reference`; `x` is not empty."""
+    scaling = dtype, partial_amax, history_amax, power_of_two
+    return launch_float8_cast(wrap, x, *scaling, as_rows, True, returns_amax, after, records, cells, sources)

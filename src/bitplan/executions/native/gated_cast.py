@@ -9,6 +9,8 @@ the scale does not depend on their values, so one kernel can read gate and up an
 * ``bitplan::gated_amax`` and ``bitplan::gated_grads_amax`` compute the amax, in partial results, in the first step.
   Later steps have a `history_amax`, and they do nothing.
 
+`sources` pads the columns of groups of rows, as in :func:`bitplan.executions.native.float8_cast.cast_float8`.
+
 Scales are powers of two. :mod:`bitplan.compiler.gated_fusion` puts these operations into graphs. On a GPU they are
 Triton kernels (:mod:`bitplan.executions.native.gated_cast_kernel`), elsewhere the reference implementations in this
 file. Both compute in float32, round once to bfloat16, as Inductor does, and cast as
@@ -44,13 +46,14 @@ _LIBRARY: Any = torch.library.Library("bitplan", "FRAGMENT")  # type: ignore[no-
 for _schema in (
     "gated_amax(Tensor gate, Tensor up, Tensor history_amax, bool codes) -> Tensor",
     "gated_cast(Tensor gate, Tensor up, ScalarType dtype, Tensor partial_amax, Tensor history_amax, bool as_rows, "
-    "bool as_columns, bool returns_amax, bool codes, Tensor? after=None) "
+    "bool as_columns, bool returns_amax, bool codes, Tensor? after=None, Tensor? sources=None) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     "gated_grads_amax(Tensor grad, Tensor gate, Tensor up, Tensor gate_history_amax, Tensor up_history_amax) "
     "-> (Tensor, Tensor)",
     "gated_grads_cast(Tensor grad, Tensor gate, Tensor up, ScalarType dtype, Tensor gate_partial_amax, "
     "Tensor up_partial_amax, Tensor gate_history_amax, Tensor up_history_amax, bool as_rows, bool as_columns, "
-    "bool returns_amax, Tensor? after=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "bool returns_amax, Tensor? after=None, Tensor? sources=None) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 ):
     _LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
@@ -91,12 +94,14 @@ def gated_cast_reference(
     returns_amax: bool,
     codes: bool,
     after: Tensor | None = None,
+    sources: Tensor | None = None,
 ) -> Results:
     """The cast of the product, and the codes of gate and up, which are empty unless `codes`."""
     if codes:
         gate, up = e4m3_reference(gate), e4m3_reference(up)
     product = gated_product_reference(gate, up)
-    cast = cast_reference(product, dtype, partial_amax, history_amax, True, as_rows, as_columns, returns_amax)
+    layouts = (True, as_rows, as_columns, returns_amax)
+    cast = cast_reference(product, dtype, partial_amax, history_amax, *layouts, sources=sources)
     empty = (torch.empty(0, 0, dtype=torch.float8_e4m3fn, device=gate.device) for _ in range(2))
     return (*cast, *((gate, up) if codes else empty))
 
@@ -121,13 +126,14 @@ def gated_grads_cast_reference(
     as_columns: bool,
     returns_amax: bool,
     after: Tensor | None = None,
+    sources: Tensor | None = None,
 ) -> Results:
     """The casts of both gradients: four results for gate, then four for up."""
     gate_grad, up_grad = gated_grads_reference(grad, gate, up)
     layouts = (True, as_rows, as_columns, returns_amax)
     return (
-        *cast_reference(gate_grad, dtype, gate_partial_amax, gate_history_amax, *layouts),
-        *cast_reference(up_grad, dtype, up_partial_amax, up_history_amax, *layouts),
+        *cast_reference(gate_grad, dtype, gate_partial_amax, gate_history_amax, *layouts, sources=sources),
+        *cast_reference(up_grad, dtype, up_partial_amax, up_history_amax, *layouts, sources=sources),
     )
 
 
@@ -136,9 +142,14 @@ def grads_tile_count(rows: int, features: int) -> int:
     return -(-rows // (SIDE * STEPS)) * STEPS * -(-features // SIDE)
 
 
+def _sources(optional: list[Any]) -> Tensor | None:
+    """The last argument of a cast, of the two that may be left out."""
+    return optional[1] if len(optional) > 1 else None
+
+
 def _fake_gated_cast(gate: Tensor, up: Tensor, dtype: torch.dtype, *args: Any) -> Results:
-    _, _, as_rows, as_columns, returns_amax, codes, *_ = args
-    cast = fake_cast(gate, dtype, as_rows, as_columns, returns_amax, tile_count(*gate.shape))
+    _, _, as_rows, as_columns, returns_amax, codes, *optional = args
+    cast = fake_cast(gate, dtype, as_rows, as_columns, returns_amax, tile_count, _sources(optional))
     input_codes = (gate.new_empty(gate.shape if codes else (0, 0), dtype=torch.float8_e4m3fn) for _ in range(2))
     return (*cast, *input_codes)
 
@@ -148,8 +159,9 @@ def _fake_grads_amax(grad: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _fake_grads_cast(grad: Tensor, gate: Tensor, up: Tensor, dtype: torch.dtype, *args: Any) -> Results:
-    _, _, _, _, as_rows, as_columns, returns_amax, *_ = args
-    casts = (fake_cast(grad, dtype, as_rows, as_columns, returns_amax, grads_tile_count(*grad.shape)) for _ in range(2))
+    _, _, _, _, as_rows, as_columns, returns_amax, *optional = args
+    layouts = (as_rows, as_columns, returns_amax)
+    casts = (fake_cast(grad, dtype, *layouts, grads_tile_count, _sources(optional)) for _ in range(2))
     return tuple(result for cast in casts for result in cast)
 
 

@@ -28,11 +28,15 @@ from bitplan.executions.native.float8_cast_kernel import (
     CastOutputs,
     _codes_of,
     _divide,
+    _has_source,
     _magnitude_bits,
     _record_amax,
     _scale_from,
     _scale_of,
+    _source_of,
     _store_codes,
+    _store_columns,
+    _store_rows,
     _store_tile_amax,
     _tile_amax_bits,
 )
@@ -136,6 +140,7 @@ def _cast_gated_tile(  # type: ignore[no-untyped-def]
     partial_amax,
     history_amax,
     after,
+    sources,
     record,
     rows,
     features,
@@ -147,6 +152,7 @@ def _cast_gated_tile(  # type: ignore[no-untyped-def]
     writes_columns: tl.constexpr,
     returns_amax: tl.constexpr,
     records_amax: tl.constexpr,
+    is_padded: tl.constexpr,
     casts_inputs: tl.constexpr,
     part_count: tl.constexpr,
     tile: tl.constexpr,
@@ -155,8 +161,10 @@ def _cast_gated_tile(  # type: ignore[no-untyped-def]
     tiles_per_row = tl.cdiv(features, tile)
     row = (tile_number // tiles_per_row).to(tl.int64) * tile + tl.arange(0, tile)
     column = (tile_number % tiles_per_row).to(tl.int64) * tile + tl.arange(0, tile)
-    inside = (row < rows)[:, None] & (column < features)[None, :]
-    offset = row[:, None] * features + column[None, :]
+    source = _source_of(sources, row, rows, is_padded)
+    has_source = _has_source(source, row, rows, is_padded)
+    inside = has_source[:, None] & (column < features)[None, :]
+    offset = source[:, None] * features + column[None, :]
     history = tl.load(history_amax)
     gate_value = tl.load(gate + offset, mask=inside, other=0.0).to(tl.float32)
     up_value = tl.load(up + offset, mask=inside, other=0.0).to(tl.float32)
@@ -176,7 +184,9 @@ def _cast_gated_tile(  # type: ignore[no-untyped-def]
     if tile_number == 0:
         tl.store(scale_out, scale)
     codes = _codes_of(_divide(value, scale, format_max, True, True), zero, is_e5m2)
-    _store_codes(codes, row, column, as_rows, as_columns, rows, features, writes_rows, writes_columns)
+    _store_codes(
+        codes, row, source, has_source, column, as_rows, as_columns, rows, features, writes_rows, writes_columns
+    )
 
 
 @triton.jit(do_not_specialize=["zero", "gate_cell", "up_cell"])  # type: ignore[untyped-decorator]
@@ -197,6 +207,7 @@ def _cast_grads_tile(  # type: ignore[no-untyped-def]
     gate_history_amax,
     up_history_amax,
     after,
+    sources,
     gate_record,
     up_record,
     rows,
@@ -210,6 +221,7 @@ def _cast_grads_tile(  # type: ignore[no-untyped-def]
     writes_columns: tl.constexpr,
     returns_amax: tl.constexpr,
     records_amax: tl.constexpr,
+    is_padded: tl.constexpr,
     part_count: tl.constexpr,
     side: tl.constexpr,
     steps: tl.constexpr,
@@ -233,8 +245,10 @@ def _cast_grads_tile(  # type: ignore[no-untyped-def]
     for step in range(steps):
         down = (tl.program_id(0) // tiles_per_row).to(tl.int64) * steps + step
         row = down * side + tl.arange(0, side)
-        inside = (row < rows)[:, None] & (column < features)[None, :]
-        offset = row[:, None] * features + column[None, :]
+        source = _source_of(sources, row, rows, is_padded)
+        has_source = _has_source(source, row, rows, is_padded)
+        inside = has_source[:, None] & (column < features)[None, :]
+        offset = source[:, None] * features + column[None, :]
         incoming = tl.load(grad + offset, mask=inside, other=0.0).to(tl.float32)
         gate_value = tl.load(gate + offset, mask=inside, other=0.0).to(tl.float32)
         up_value = tl.load(up + offset, mask=inside, other=0.0).to(tl.float32)
@@ -250,8 +264,12 @@ def _cast_grads_tile(  # type: ignore[no-untyped-def]
         if records_amax:
             gate_amax_bits = tl.maximum(gate_amax_bits, _tile_amax_bits(gate_grad))
             up_amax_bits = tl.maximum(up_amax_bits, _tile_amax_bits(up_grad))
-        _store_codes(gate_codes, row, column, gate_rows, gate_columns, rows, features, writes_rows, writes_columns)
-        _store_codes(up_codes, row, column, up_rows, up_columns, rows, features, writes_rows, writes_columns)
+        if writes_rows:
+            _store_rows(gate_codes, source, has_source, column, gate_rows, features)
+            _store_rows(up_codes, source, has_source, column, up_rows, features)
+        if writes_columns:
+            _store_columns(gate_codes, row, column, gate_columns, rows, features)
+            _store_columns(up_codes, row, column, up_columns, rows, features)
     if records_amax:
         _record_amax(gate_record, gate_cell, gate_amax_bits)
         _record_amax(up_record, up_cell, up_amax_bits)
@@ -284,6 +302,7 @@ def launch_gated_cast(
     returns_amax: bool,
     codes: bool,
     after: Tensor | None = None,
+    sources: Tensor | None = None,
     records: Sequence[Tensor] = (),
     cells: Sequence[int] = (),
 ) -> tuple[Tensor, ...]:
@@ -292,17 +311,17 @@ def launch_gated_cast(
     :param records: no tensor, or one of which a cell is raised to the amax.
     :param cells: the flat index of that cell.
     """
-    tiles = tile_count(*gate.shape)
-    outputs = CastOutputs(gate, dtype, as_rows, as_columns, returns_amax, tiles)
+    shape = (len(gate) if sources is None else len(sources), gate.shape[1])
+    tiles = tile_count(*shape)
+    outputs = CastOutputs(gate, dtype, as_rows, as_columns, returns_amax, tiles, sources)
     unused = outputs.scale
     input_codes = [gate.new_empty(gate.shape if codes else (0, 0), dtype=torch.float8_e4m3fn) for _ in range(2)]
     written = (*outputs.arguments, *(input_codes if codes else (unused, unused)))
-    read = (partial_amax, history_amax, unused if after is None else after, *(records or (unused,)))
-    flags = (as_rows, as_columns, returns_amax, bool(records), codes)
+    optional = (unused if tensor is None else tensor for tensor in (after, sources))
+    read = (partial_amax, history_amax, *optional, *(records or (unused,)))
+    flags = (as_rows, as_columns, returns_amax, bool(records), sources is not None, codes)
     constants = (dtype == torch.float8_e5m2, FORMATS[dtype].max, *flags, partial_amax.numel(), TILE)
-    wrap(_cast_gated_tile)[(tiles,)](
-        gate, up, *written, *read, *gate.shape, 0, *(cells or (0,)), *constants, num_warps=8
-    )
+    wrap(_cast_gated_tile)[(tiles,)](gate, up, *written, *read, *shape, 0, *(cells or (0,)), *constants, num_warps=8)
     return (*outputs.results(), *input_codes)
 
 
@@ -320,6 +339,7 @@ def launch_gated_grads_cast(
     as_columns: bool,
     returns_amax: bool,
     after: Tensor | None = None,
+    sources: Tensor | None = None,
     records: Sequence[Tensor] = (),
     cells: Sequence[int] = (),
 ) -> tuple[Tensor, ...]:
@@ -328,14 +348,17 @@ def launch_gated_grads_cast(
     :param records: no tensor, or one for gate and one for up, of each of which a cell is raised to the amax.
     :param cells: the flat indices of these cells.
     """
-    tiles = grads_tile_count(*grad.shape)
-    gate_cast, up_cast = (CastOutputs(grad, dtype, as_rows, as_columns, returns_amax, tiles) for _ in range(2))
+    shape = (len(grad) if sources is None else len(sources), grad.shape[1])
+    tiles = grads_tile_count(*shape)
+    layouts = (as_rows, as_columns, returns_amax)
+    gate_cast, up_cast = (CastOutputs(grad, dtype, *layouts, tiles, sources) for _ in range(2))
     amaxes = (gate_partial_amax, up_partial_amax, gate_history_amax, up_history_amax)
     tensors = (grad, gate, up, *gate_cast.arguments, *up_cast.arguments, *amaxes)
-    optional = (gate_cast.scale if after is None else after, *(records or (gate_cast.scale, up_cast.scale)))
-    flags = (as_rows, as_columns, returns_amax, bool(records))
+    given = (gate_cast.scale if tensor is None else tensor for tensor in (after, sources))
+    optional = (*given, *(records or (gate_cast.scale, up_cast.scale)))
+    flags = (*layouts, bool(records), sources is not None)
     constants = (dtype == torch.float8_e5m2, FORMATS[dtype].max, *flags, gate_partial_amax.numel(), SIDE, STEPS)
     wrap(_cast_grads_tile)[(tiles // STEPS,)](
-        *tensors, *optional, *grad.shape, 0, *(cells or (0, 0)), *constants, num_warps=8
+        *tensors, *optional, *shape, 0, *(cells or (0, 0)), *constants, num_warps=8
     )
     return (*gate_cast.results(), *up_cast.results())

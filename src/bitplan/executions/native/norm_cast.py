@@ -92,7 +92,7 @@ def norm_cast_reference(
 
 def _fake_norm_cast(x: Tensor, *args: Any) -> Results:
     _, _, _, dtype, _, _, as_rows, as_columns, returns_amax, *_ = args
-    return fake_cast(x, dtype, as_rows, as_columns, returns_amax, tile_count(*x.shape))
+    return fake_cast(x, dtype, as_rows, as_columns, returns_amax, tile_count)
 
 
 register(_LIBRARY, "norm_amax", norm_amax_reference, fake_amax, __name__)

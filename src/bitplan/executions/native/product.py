@@ -16,7 +16,7 @@ from bitplan.executions.native.backends import BLOCK, backend_named, supports_sh
 from bitplan.executions.native.blocks import cuts_blocks
 from bitplan.executions.native.convolution import ConvGemmLayout, is_channels_last
 from bitplan.executions.native.float8_block_cast import block_codes, cast_float8_blocks
-from bitplan.executions.native.float8_cast import FORMATS, INPUT_DTYPES, cast_float8
+from bitplan.executions.native.float8_cast import FORMATS, INPUT_DTYPES, Cast, cast_float8
 from bitplan.executions.native.gemm import (
     BY_ROW,
     Codes,
@@ -93,7 +93,7 @@ class NativeSlots(Slots):
         in_blocks = [layout for layout in layouts if layout is not None]
         if len(in_blocks) == len(slots) and len({layout.settings for layout in in_blocks}) == 1:
             return _cast_blocks(in_blocks, tensor, after)
-        if len(slots) == 2 and not self._are_alike(*slots):
+        if len(slots) == 2 and not self.are_alike(*slots):
             return [*self.codes(slots[:1], tensor, after), *self.codes(slots[1:], tensor, after)]
         if not slots:
             return []
@@ -125,7 +125,7 @@ class NativeSlots(Slots):
             return None
         return BlockLayout(False, op.spec.power_of_two, blocks.axis == last)
 
-    def _are_alike(self, slot: str, other_slot: str) -> bool:
+    def are_alike(self, slot: str, other_slot: str) -> bool:
         """Whether the two slots of a tensor get the same codes, with one scale."""
         op, other = self.chosen[slot][0], self.chosen[other_slot][0]
         if op is other:
@@ -135,27 +135,47 @@ class NativeSlots(Slots):
 
     def _cast(self, slots: list[str], tensor: Tensor, dtype: torch.dtype, after: Tensor | None) -> list[Codes]:
         """One kernel reads the tensor and writes the layouts of all its slots."""
-        op, context = self.chosen[slots[0]]
+        matrix = tensor.movedim(self.features, -1).reshape(-1, tensor.shape[self.features])
+        by_row = [slot in BY_ROW for slot in slots]
+        cast = self.cast_matrix(slots[0], tensor, matrix, dtype, any(by_row), not all(by_row), after)
+        return [Codes(cast.rows if is_by_row else cast.columns.t(), cast.scale) for is_by_row in by_row]
+
+    def cast_matrix(
+        self,
+        slot: str,
+        tensor: Tensor,
+        matrix: Tensor,
+        dtype: torch.dtype,
+        as_rows: bool,
+        as_columns: bool,
+        after: Tensor | None = None,
+        sources: Tensor | None = None,
+    ) -> Cast:
+        """The codes that a slot's plain cast makes of a tensor, given as a matrix, in one or both layouts.
+
+        :param sources: pads the columns, as in :func:`bitplan.executions.native.float8_cast.cast_float8`.
+        """
+        op, context = self.chosen[slot]
         spec = op.spec
         record, history_max = op.remembered(context)
         if history_max is not None and is_traced():
             history_max = _first_amax(tensor, spec, history_max)
         returns_amax = op.is_delayed and record is not None and context.observing and after is None
-        by_row = [slot in BY_ROW for slot in slots]
         cast = cast_float8(
-            tensor.movedim(self.features, -1).reshape(-1, tensor.shape[self.features]),
+            matrix,
             dtype,
             scaled=spec.scale is not None,
             power_of_two=spec.power_of_two,
             history_amax=history_max,
-            as_rows=any(by_row),
-            as_columns=not all(by_row),
+            as_rows=as_rows,
+            as_columns=as_columns,
             returns_amax=returns_amax,
             after=after,
+            sources=sources,
         )
         if returns_amax and record is not None:
             observe_amax(record, cast.tile_amax.amax())
-        return [Codes(cast.rows if is_by_row else cast.columns.t(), cast.scale) for is_by_row in by_row]
+        return cast
 
 
 class BlockLayout(NamedTuple):

@@ -1,11 +1,10 @@
 """Casts that update amax records themselves instead of returning the amax.
 
 With delayed scaling a cast returns the amax of each tile, and one cell of a record is raised to the maximum of these:
-up to four small kernels per cast. ``bitplan::float8_cast_recorded``, ``bitplan::norm_cast_recorded``,
-``bitplan::gated_cast_recorded`` and ``bitplan::gated_grads_cast_recorded`` take the arguments of the operations without
-the suffix and *records*: tensors in each of which one element, its *cell*, is raised. In a compiled graph on a GPU the
-cast kernel does that; elsewhere the reference implementation below. They return the results of the plain operations,
-with an empty amax, and then the updated records.
+up to four small kernels per cast. The operations with the suffix ``_recorded``, such as
+``bitplan::float8_cast_recorded``, take the arguments of those without it and *records*: tensors in each of which one
+element, its *cell*, is raised. In a compiled graph on a GPU the cast kernel does that; elsewhere the reference
+implementation below. They return the results of the plain operations, with an empty amax, and then the updated records.
 
 :mod:`bitplan.compiler.amax_fusion` puts them into graphs.
 """
@@ -88,6 +87,7 @@ CASTS: dict[Any, RecordingCast] = {
     cast.plain: cast
     for cast in (
         RecordingCast("float8_cast", 7, (3,), 4, MAX_RECORDS),
+        RecordingCast("float8_padded_cast", 7, (3,), 4, MAX_RECORDS),
         RecordingCast("gated_cast", 7, (3,), 6, 1),
         RecordingCast("gated_grads_cast", 10, (3, 7), 8, 1),
         RecordingCast("norm_cast", 9, (3,), 4, MAX_RECORDS),
