@@ -177,6 +177,9 @@ def speed(
     ] = None,
     loss_batch: Annotated[int, typer.Option(min=1, help="Sequences in a batch of these steps.")] = 1,
     switches: Annotated[bool, typer.Option(help="Measure changes of formats in the middle of a run, too.")] = True,
+    sizes: Annotated[
+        bool, typer.Option(help="Measure from which size on products pay on low-precision units, too.")
+    ] = True,
     peers: Annotated[
         bool, typer.Option(help="Measure what torch itself offers, and torchao where it is installed.")
     ] = True,
@@ -198,6 +201,7 @@ def speed(
             loss_steps=loss_steps,
             loss_batch=loss_batch,
             switches=switches,
+            sizes=sizes,
             peers=peers,
             only_peers=only_peers or (),
             jobs=jobs,

@@ -199,14 +199,15 @@ def load_problem(name: str) -> Problem:
     """
     target = MODELS[name]()
     has_batch_norm = any(isinstance(module, nn.BatchNorm2d) for module in target.model.modules())
-    return Problem(target, data=_data_for(target), compile=True, verified_with=_sgd if has_batch_norm else "adamw")
+    return Problem(target, data=data_for(target), compile=True, verified_with=_sgd if has_batch_norm else "adamw")
 
 
 def _sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
-def _data_for(target: Target) -> Callable[[int], Any] | None:
+def data_for(target: Target) -> Callable[[int], Any] | None:
+    """Real data in the shape of the target's batch: a function of the step; None where there is none."""
     batch = target.batch
     if not isinstance(batch, dict):
         images = stream_for(target)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeVar
 
 from bitplan.errors import BitplanError
 
@@ -75,6 +75,7 @@ class ProcessContender:
 
 
 ContenderHandle = LocalContender | ProcessContender
+Name = TypeVar("Name")
 
 
 @contextmanager
@@ -97,8 +98,8 @@ def contenders(
 
 
 def call_all(
-    contenders: dict[str, ContenderHandle], method: str, *arguments: Any, jobs: int = 1
-) -> Iterator[tuple[str, Any]]:
+    contenders: Mapping[Name, ContenderHandle], method: str, *arguments: Any, jobs: int = 1
+) -> Iterator[tuple[Name, Any]]:
     """Call a method of all contenders, `jobs` at a time; yields names with results or :class:`ContenderError`."""
 
     def call(contender: ContenderHandle) -> Any:

@@ -1,16 +1,18 @@
 """``python benchmarks/run.py speed``: training on low-precision hardware units, against BF16, torch and torchao.
 
 Some shapes are forward and backward of a model in bfloat16, others a full training step. Every row has a process of
-its own. All are compiled first and then take turns, so that a machine that gets hot or busy slows all of them; the best
-turn of each counts. Then each trains on real text from the same weights, to detect a loss of accuracy.
+its own. The rows of all shapes are compiled first; those of one shape then take turns, so that a machine that gets hot
+or busy slows all of them; the best turn of each counts. Then each trains on real text from the same weights, to detect
+a loss of accuracy.
 """
 
 from __future__ import annotations
 
 import gc
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -44,6 +46,7 @@ from bitplan.executions.native import crossover
 from bitplan.lab.models.language_models import GPT, LlamaBlocks, next_token_loss, random_states
 from bitplan.lab.train.loop import chosen_device
 from bitplan.machine import describe_machine
+from bitplan.planners.auto.trials import compiling_backward_early
 
 
 @dataclass(frozen=True)
@@ -131,17 +134,22 @@ def _gib(count: float) -> int:
 
 #: Plans for grouped products: a scale for each tensor, or for each row.
 EXPERT_PLANS = ("native-fp8-experts", "native-fp8-experts-rowwise")
-
+#: Presets for Llama-like blocks, and what searches find for such models.
+LLAMA_PLANS = ("fp8-train", "fp8-train-small", "native-fp8-kept", "deepseek-v3")
 SHAPES: Mapping[str, Shape] = {
     "linear-1024": OwnShape(
         lambda: (nn.Linear(1024, 1024, bias=False), torch.randn(1024, 1024)), aim=Aim("2 CPU cores", 26.0)
     ),
     "llama-tiny": OwnShape(lambda: (LlamaBlocks(256, 2, 512), random_states(2, 128, 256))),
     "llama-4096": OwnShape(
-        lambda: (LlamaBlocks(4096, 4, 14336), random_states(4, 4096, 4096)), aim=Aim("one H200", 104.0, _gib(8.5))
+        lambda: (LlamaBlocks(4096, 4, 14336), random_states(4, 4096, 4096)),
+        aim=Aim("one H200", 95.0, _gib(7)),
+        plans=LLAMA_PLANS,
     ),
     "llama-2048": OwnShape(
-        lambda: (LlamaBlocks(2048, 8, 8192), random_states(8, 2048, 2048)), aim=Aim("one H200", 67.0, _gib(7.5))
+        lambda: (LlamaBlocks(2048, 8, 8192), random_states(8, 2048, 2048)),
+        aim=Aim("one H200", 60.0, _gib(6.5)),
+        plans=LLAMA_PLANS,
     ),
     # One layer: 32 heads of 128.
     "attention": OwnShape(lambda: (SelfAttention(32), torch.randn(4, 4096, 4096)), plans=("fp8-attention",)),
@@ -218,11 +226,11 @@ class SpeedContender:
         torch.compiler.reset()
         counters.clear()
         torch.manual_seed(self.seed)
-        with self.variant.compile_options():
+        with self.variant.compile_options(), compiling_backward_early():
             runner = self._runner = self.shape.runner(self.device, self.variant)
-            first = seconds_per_step(runner.step, 1, self.device)
-            runner.step()  # delayed scales and the optimizer's state exist from now on
-            runner.measure_peak()
+            first = seconds_per_step(partial(_with_room, runner.step), 1, self.device)
+            _with_room(runner.step)  # delayed scales and the optimizer's state exist from now on
+            _with_room(runner.measure_peak)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # others compile and measure on the same GPU
         fallbacks = 0 if runner.run is None else len(runner.run.fallbacks())
@@ -244,6 +252,19 @@ class SpeedContender:
             return FullStep(target, self.variant).learn(steps, data_seed)
 
 
+def _with_room(step: Callable[[], None]) -> None:
+    """Make a step; where other rows have taken the GPU's memory for theirs, try again when they are done."""
+    for seconds in (2, 5, 10, 20):
+        try:
+            return step()
+        except torch.OutOfMemoryError:
+            pass  # leaving the block frees what the traceback held
+        gc.collect()
+        torch.cuda.empty_cache()
+        time.sleep(seconds)
+    return step()
+
+
 def bench_speed(
     shapes: Sequence[str] = ("linear-1024",),
     plans: Sequence[str] = (),
@@ -256,6 +277,7 @@ def bench_speed(
     loss_steps: int | None = None,
     loss_batch: int = 1,
     switches: bool = True,
+    sizes: bool = True,
     peers: bool = True,
     only_peers: Sequence[str] = (),
     jobs: int | None = None,
@@ -274,12 +296,13 @@ def bench_speed(
     :param peers: also measure what torch itself and other packages offer.
     :param only_peers: of these only those whose name contains one of these texts.
     :param switches: also measure changes of formats in the middle of a run.
+    :param sizes: also measure from which size on products pay on low-precision units.
     :param jobs: rows that compile at the same time; by default four on a GPU and one on a CPU.
     :param in_processes: every row has a process of its own.
     """
     where = chosen_device(device)
     steps = (1000 if where.type == "cuda" else 0) if loss_steps is None else loss_steps
-    measured: dict[str, Any] = {}
+    measured: dict[str, _Measured] = {}
     chosen: dict[str, Sequence[str]] = {}
     for name in shapes:
         if name not in SHAPES:
@@ -287,14 +310,15 @@ def bench_speed(
         wanted = plans or _plans_of(name, where)
         chosen[name] = [plan for wish in wanted for plan in (found_plans(name) if wish == AUTO else [wish])]
     jobs = (4 if where.type == "cuda" else 1) if jobs is None else jobs
-    for name in shapes:
+    for name in chosen:
         variants = variants_of(chosen[name], where, SHAPES[name], recompute, fast_accumulation, regional)
         raced = [v for v in variants if not v.is_peer or (peers and _is_named(v, only_peers))]
-        made = _Measured(name, device, seed, chosen[name], raced, in_processes, partial(_prefixed, on_news, name))
-        made.take_turns(turns, jobs)
+        news = partial(_prefixed, on_news, name)
+        measured[name] = _Measured(name, device, seed, chosen[name], raced, in_processes, news)
+    _race(measured, turns, jobs)
+    for name, made in measured.items():
         if steps and name not in MODELS:
             made.learn(steps, loss_batch)
-        measured[name] = made
     used = dict.fromkeys(plan for names in chosen.values() for plan in names)
     aims = {name: reached(SHAPES[name].aim, measured[name].rows, where) for name in shapes}
     return {
@@ -309,9 +333,9 @@ def bench_speed(
         "plans": {name: own_plan(name).to_dict() for name in used},
         "aims": {name: aim for name, aim in aims.items() if aim is not None},
         # Plans of models of other libraries say themselves what is native.
-        "crossover": []
-        if set(shapes) <= set(MODELS)
-        else [asdict(row) for row in crossover.measure_crossover(where, torch.bfloat16).fastest],
+        "crossover": [asdict(row) for row in crossover.measure_crossover(where, torch.bfloat16).fastest]
+        if sizes and not set(shapes) <= set(MODELS)
+        else [],
         "rows": {name: [asdict(row) for row in made.rows] for name, made in measured.items()},
         "failed": {name: made.failed for name, made in measured.items() if made.failed},
         "loss_steps": steps,
@@ -339,6 +363,23 @@ def _prefixed(on_news: Callable[[str], None], shape: str, sentence: str) -> None
     on_news(f"{shape}, {sentence}")
 
 
+def _race(measured: Mapping[str, _Measured], turns: int, jobs: int) -> None:
+    """Compile the variants of all shapes, then let those of one shape after the other take turns.
+
+    Nothing compiles while times are taken, which would slow some rows and not others.
+    """
+    with ExitStack() as stack:
+        started = {name: stack.enter_context(made.contenders(made.variants)) for name, made in measured.items()}
+        every = {(name, variant): handle for name, own in started.items() for variant, handle in own.items()}
+        first: dict[str, dict[str, Any]] = {name: {} for name in measured}
+        for (name, variant), step in call_all(every, "first_step", jobs=jobs):
+            first[name][variant] = step
+        for name, made in measured.items():
+            made.take_turns(started[name], first[name], turns)
+    if not any(made.rows for made in measured.values()):
+        raise ContenderError(next(iter(made.failed[PLAIN] for made in measured.values())))
+
+
 class _Measured:
     """All results of one shape."""
 
@@ -358,23 +399,26 @@ class _Measured:
         self.failed: dict[str, str] = {}
         self.losses: dict[str, Any] | None = None
 
-    def _contenders(self, variants: Sequence[SpeedVariant]) -> AbstractContextManager[dict[str, ContenderHandle]]:
+    def contenders(self, variants: Sequence[SpeedVariant]) -> AbstractContextManager[dict[str, ContenderHandle]]:
         arguments = {variant.name: (self.shape, variant, self.device, self.seed) for variant in variants}
         return contenders(SpeedContender, arguments, self.in_processes)
 
-    def take_turns(self, turns: int, jobs: int) -> None:
-        """Create all variants and measure their time and memory."""
-        with self._contenders(self.variants) as started:
-            first = {
-                name: result
-                for name, result in call_all(started, "first_step", jobs=jobs)
-                if not self._has_failed(name, result)
-            }
-            times = take_turns({name: partial(started[name].call, "seconds") for name in first}, turns)
+    def take_turns(
+        self, started: Mapping[str, ContenderHandle], first: Mapping[str, FirstStep | ContenderError], turns: int
+    ) -> None:
+        """Time all variants that have made their first step."""
+        made = {
+            name: step
+            for name, step in first.items()
+            if not self._has_failed(name, step) and isinstance(step, FirstStep)
+        }
+        if PLAIN not in made:  # the reference of all others
+            return
+        times = take_turns({name: partial(started[name].call, "seconds") for name in made}, turns)
         for variant in self.variants:
-            if variant.name not in first:
+            if variant.name not in made:
                 continue
-            known, time = first[variant.name], times[variant.name]
+            known, time = made[variant.name], times[variant.name]
             ratio = time.best / times[PLAIN].best
             self.rows.append(
                 Row(
@@ -383,14 +427,12 @@ class _Measured:
                 )
             )
             peak = "" if known.peak is None else f", {known.peak / 2**30:.2f} GiB"
-            self.on_news(f"{variant.name}: {time.best * 1e3:.2f} ms, {ratio:.3f}x{peak}")
+            self.on_news(f"{variant.name}: {time.best * 1e3:.2f} ms, {ratio:.3f}x{peak}, first {known.seconds:.0f} s")
 
     def _has_failed(self, name: str, result: Any) -> bool:
         """Note a failure: a variant that fails does not waste the GPU time of the others."""
         if not isinstance(result, ContenderError):
             return False
-        if name == PLAIN:  # the reference of all others
-            raise result
         self.failed[name] = str(result)
         self.on_news(f"{name} failed: {result}")
         return True
@@ -407,7 +449,7 @@ class _Measured:
         losses: dict[str, float] = {}
         curves: dict[str, list[float]] = {}
         for variant in [*learning, last, again]:
-            with self._contenders([variant]) as started:
+            with self.contenders([variant]) as started:
                 results = dict(call_all(started, "learn", steps, batch, self.seed + (variant is again)))
             if not self._has_failed(variant.name, results[variant.name]):
                 curves[variant.name], losses[variant.name] = results[variant.name]

@@ -21,6 +21,7 @@ from torch._inductor import config as inductor_config
 
 from benchmarks.own_plans import own_plan
 from benchmarks.peers import has_torchao
+from bitplan.analysis.memory.step import plan_for
 from bitplan.errors import BitplanError, BitplanWarning
 from bitplan.plans import Plan
 from bitplan.plans.execution import RECOMPUTE, Native
@@ -141,8 +142,12 @@ def variants_of(
     """
     variants = [SpeedVariant(PLAIN, unchanged)]
     for plan in plans:
-        if own_plan(plan).execution is not None:
-            variants.append(SpeedVariant(plan, partial(as_written, own_plan(plan))))
+        written = own_plan(plan)
+        if written.execution is not None:
+            # Forward and backward have no optimizer, whatever the plan says of its state.
+            used = written if shape.full_step else plan_for(written, None)
+            assert used is not None
+            variants.append(SpeedVariant(plan, partial(as_written, used)))
             continue
         default, *always = _OWN_RECOMPUTE.get(plan, ("no",))
         others = [kind for kind in ("no", *RECOMPUTE) if kind in always or (recompute and kind != "no")]

@@ -379,6 +379,9 @@ SEARCHES = {
     ),
     "Swin-T, 128 images, `--slowdown 1.03`": ("swin_t", "no plan, recompute", "fp8 + gate"),
     "EfficientNet-B0, 256 images": ("efficientnet_b0", "no plan, recompute", "packed product + residual"),
+    "BERT-base, 64 x 512 tokens, `--slowdown 1.03`": (
+        *("bert_base", "no plan, constant masks dropped", "fp8 + gate + product + other + residual"),
+    ),
     "GPT-2, 16 x 1024 tokens, `--slowdown 1.03`": ("gpt2", "no plan, recompute", "no plan, recompute"),
     "T5-small, 64 x 512 tokens in, 64 x 128 out, `--slowdown 1.03`": ("t5_small", "no plan, recompute", "no plan"),
     "Whisper-tiny, 32 spectrograms, `--slowdown 1.03`": (
@@ -421,6 +424,17 @@ def test_searches_are_those_of_the_file(row: str) -> None:
         assert cell == f"{trials[name]['milliseconds']:.1f}, {trials[name]['peak'] / 2**30:.2f}"
     assert ("(chosen" in shown[4]) == (document["chosen"] == candidate)
     assert shown[4].startswith(candidate)
+
+
+def test_losses_under_found_plans_are_those_of_the_file() -> None:
+    plain, *planned = measured("auto-losses-h200.json")["models"]["vit_b"]["rows"]
+    text = " ".join(page("auto").split())
+    assert f"end within the {max(plain['losses']) - min(plain['losses']):.4f} by which" in text
+    for row in planned:
+        gap = f"{row['gap']:+.4f} ({row['low']:+.4f} to {row['high']:+.4f})"
+        assert f"{gap} for {row['peak'] / 2**30:.2f} GiB" in text
+        assert abs(row["gap"]) < max(plain["losses"]) - min(plain["losses"])
+    assert f"the loss of {statistics.fmean(plain['losses']):.2f} " in text
 
 
 # docs/benchmarks.md, an 8B on one 80-GB GPU

@@ -71,6 +71,16 @@ def test_every_variant_has_a_row_and_what_fails_is_told() -> None:
     assert document["aims"]["small"]["reached_by"] == ["native-int8", "native-int8-tensor"]
 
 
+def test_forward_and_backward_take_no_notice_of_a_plan_for_optimizer_state() -> None:
+    shape = speed.SHAPES["small"]
+    assert not shape.full_step
+    (_, variant, *_) = speed_variants.variants_of(["fp8-train-small"], torch.device("cpu"), shape, False, False)
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 16))
+    run = variant.change(model, torch.randn(4, 16))
+    assert run is not None
+    run.step()
+
+
 def test_every_plan_may_spare_memory(small_and_uncompiled: list[str]) -> None:
     document = measured("small", "native-int8", recompute=True)
     variants = [row["variant"] for row in document["rows"]["small"]]

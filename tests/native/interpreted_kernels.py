@@ -21,6 +21,7 @@ from bitplan.executions.native.attention import (
     restore_by_head_reference,
     transpose_values,
 )
+from bitplan.executions.native.float8_block_cast import block_cast_reference
 from bitplan.executions.native.float8_cast import (
     FORMATS,
     amax_reference,
@@ -248,6 +249,27 @@ def norms() -> int:
     return agreed
 
 
+def blocks() -> int:
+    """Codes and scales of blocks: lines of one magnitude each, zeros, subnormal numbers, infinity and NaN."""
+    from bitplan.executions.native.float8_block_cast_kernel import launch_float8_block_cast
+
+    torch.manual_seed(4)
+    mixed = torch.randn(150, 260) * torch.logspace(-44, 37, 150)[:, None] * torch.logspace(-3, 2, 260)
+    mixed[3], mixed[:, 5], mixed[7, 9], mixed[140, 200] = 0.0, -0.0, torch.inf, torch.nan
+    agreed = 0
+    normal = mixed[25:].bfloat16()  # the interpreter widens no subnormal bfloat16 number correctly
+    for x in [*samples(), mixed, normal, mixed.half(), samples()[0].half()]:
+        for tiles, power_of_two in itertools.product((False, True), (False, True)):
+            for layouts in ((True, True), (True, False), (False, True)):
+                arguments = (x, tiles, power_of_two, *layouts)
+                results = launch_float8_block_cast(launch_directly, *arguments)
+                for ours, plain in zip(results, block_cast_reference(*arguments), strict=True):
+                    assert ours.shape == plain.shape
+                    assert same(ours, plain), (arguments, ours, plain)
+                agreed += 1
+    return agreed
+
+
 def attentions() -> int:
     """The same for attention; here the interpreter cuts off what torch rounds to bfloat16, so outputs are close only.
 
@@ -337,7 +359,7 @@ def main() -> int:
                     if power_of_two:
                         noted("float8_cast", launch_float8_cast, (x, kind, parts, *rest), first, 1 + agreed % 3)
                     agreed += 1
-    return agreed + padded() + gated() + norms() + attentions()
+    return agreed + blocks() + padded() + gated() + norms() + attentions()
 
 
 if __name__ == "__main__":

@@ -21,9 +21,9 @@ import bitplan
 from bitplan import Plan
 from bitplan.compiler import launching, torch_private
 from bitplan.compiler.batch_norm_fusion import cast_with_channel_stats_reference
+from bitplan.compiler.graph_passes import OPTION
 from bitplan.compiler.kernel_ops import OPERATIONS, KernelOp
 from bitplan.compiler.launching import (
-    OPTION,
     KernelInliningPass,
     cache_access_analyses,
     inline_kernels,
@@ -137,6 +137,8 @@ def test_caches_know_it_by_what_it_does() -> None:
     assert {source.rpartition("/")[2] for source in sources} == {
         "float8_cast.py",
         "float8_cast_kernel.py",
+        "float8_block_cast.py",
+        "float8_block_cast_kernel.py",
         "gated_cast.py",
         "gated_cast_kernel.py",
         "batch_norm_fusion.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -421,11 +422,48 @@ def test_a_burst_of_other_work_does_not_decide_the_crossover(monkeypatch: pytest
     """The native times of the first round are ten times too long."""
     monkeypatch.setattr(crossover, "SIZES", {"cpu": (8, 16)})
     monkeypatch.setattr(crossover, "backends_of", lambda device: [units.BACKENDS[0]])
-    times = iter([*(10.0, 2.0, 10.0, 2.0), *(1.0, 2.0, 1.0, 2.0), *(1.5, 2.5, 1.5, 2.5)])
-    monkeypatch.setattr(crossover, "milliseconds", lambda *arguments: next(times))
+    times = iter([*((2.0, 10.0), (2.0, 10.0)), *((2.0, 1.0), (2.0, 1.0)), *((2.5, 1.5), (2.5, 1.5))])
+    monkeypatch.setattr(crossover, "_in_turns", lambda *arguments: next(times))
     rounds = crossover.measure_crossover(torch.device("cpu"))
     assert [(row.size, row.plain, row.native) for row in rounds.fastest] == [(8, 2.0, 1.0), (16, 2.0, 1.0)]
     assert rounds.is_quiet
+
+
+def test_work_that_comes_and_goes_slows_both_ways_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each timed call takes longer than the one before it: measured one after the other, the second would lose."""
+    slowness = iter(range(1, 100))
+    monkeypatch.setattr(crossover, "_timer", lambda call, device: lambda: call() * next(slowness))
+    for first, second in ((1.0, 1.5), (1.5, 1.0)):
+        plain, native = crossover._in_turns(
+            lambda first=first: first, lambda second=second: second, torch.device("cpu")
+        )
+        assert (plain < native) == (first < second)
+        next(slowness)  # the next pair begins with an even number
+
+
+def test_processes_measure_the_crossover_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that waited reads the table of the one that measured."""
+    monkeypatch.setenv("BITPLAN_CACHE", str(tmp_path))
+    table = [crossover.Crossing("int8", 8, 2.0, 1.0)]
+    measuring, answers = threading.Event(), []
+
+    def measure(*_: Any) -> crossover.Rounds:
+        assert not measuring.is_set(), "two measure at the same time, or again"
+        measuring.set()
+        other.start()
+        other.join(0.2)
+        assert other.is_alive()
+        return crossover.Rounds([table])
+
+    def load() -> None:
+        answers.append(crossover.crossover_tables(torch.device("cpu"), torch.float32).linear)
+
+    other = threading.Thread(target=load)
+    monkeypatch.setattr(crossover, "measure_crossover", measure)
+    monkeypatch.setattr(crossover, "measure_im2col_crossover", lambda *_: crossover.Rounds([table]))
+    load()
+    other.join()
+    assert answers == [table, table]
 
 
 def test_the_crossover_of_a_busy_machine_is_used_but_not_stored(

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import bitplan as bp
 from bitplan.errors import PlanError
-from bitplan.executions.native import attention_path, execution
+from bitplan.executions.native import attention_path, backends, execution
 from bitplan.executions.native.attention import restore_values, transpose_values
 
 BATCH, TOKENS, SIZE = 2, 140, 64
@@ -247,6 +247,19 @@ def test_other_dtypes_statistics_and_devices_are_emulated_with_a_reason(
     monkeypatch.setattr(execution, "multiplies_attention", lambda device: False)
     (device,) = reasons(batch())
     assert "Hopper" in device
+
+
+def test_whether_a_device_has_the_kernel_is_asked_while_a_graph_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo does not trace a search for packages."""
+    monkeypatch.setattr(backends, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.version, "hip", None)
+    expected = backends.multiplies_attention(torch.device("cuda"))
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def asked(x: Tensor) -> Tensor:
+        return x + backends.multiplies_attention(torch.device("cuda"))
+
+    assert asked(torch.zeros(1)).item() == expected
 
 
 def _rows(options: bp.Native) -> list[Any]:

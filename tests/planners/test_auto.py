@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from bitplan.planners.auto.candidates import Item, cheapest, least_damage, level
 from bitplan.planners.auto.damage import measure_damage
 from bitplan.planners.auto.groups import SiteKey, activation_groups, product_groups, second_halves
 from bitplan.planners.auto.products import TimedProducts
-from bitplan.planners.auto.trials import Failure, Outcome, Trial, Trials, failure_of
+from bitplan.planners.auto.trials import OUT_OF_MEMORY, Failure, Outcome, Trial, Trials, failure_of
 from bitplan.planners.auto.verify import LossGap
 
 
@@ -177,13 +178,13 @@ def test_a_worse_loss_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_same_call_again_uses_what_was_measured(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     measured: list[int] = []
-    measure = LocalTrials.measure
+    measure = LocalTrials.measure_each
 
     def counted(self: LocalTrials, plans: Any) -> Any:
         measured.append(len(plans))
         return measure(self, plans)
 
-    monkeypatch.setattr(LocalTrials, "measure", counted)
+    monkeypatch.setattr(LocalTrials, "measure_each", counted)
     model, batch = problem()
     for _ in range(2):
         bp.auto(model, batch, functional.cross_entropy, "sgd", steps=0)
@@ -203,6 +204,37 @@ def test_measurements_of_other_machines_are_not_remembered(monkeypatch: pytest.M
     assert not TrialCache().trials
     search(load_problem(), Limits(), LocalTrials(load_problem()), steps=0)
     assert TrialCache().trials
+
+
+def test_an_interruption_keeps_what_was_measured_of_a_group(cache: Path) -> None:
+    """Candidates that compile side by side are measured one after the other, which takes minutes on a GPU."""
+
+    class Interrupted(CountedTrials):
+        def measure_each(self, plans: Any) -> Iterator[tuple[int, Outcome]]:
+            yield from list(super().measure_each(plans))[: self.first]
+            raise KeyboardInterrupt
+
+        def __init__(self, first: int) -> None:
+            self.first = first
+
+    with pytest.raises(KeyboardInterrupt):
+        search(load_problem(), Limits(), Interrupted(0))
+    result = search(load_problem(), Limits(), Interrupted(2))
+    assert result.is_interrupted
+    first, _ = result.rows
+    assert first.name == "no plan"
+    assert all(row.trial for row in result.rows)
+
+
+def test_a_candidate_without_room_beside_others_is_measured_alone() -> None:
+    class Crowded(ProcessTrials):
+        def _measure_group(self, plans: Any) -> Iterator[Outcome]:
+            for number, _ in enumerate(plans):
+                yield OUT_OF_MEMORY if number and len(plans) > 1 else Trial(len(plans), 0, 1.0, 0.0, 0.0)
+
+    crowded = Crowded(load_problem, (), 2)
+    assert [number for number, _ in crowded.measure_each([None] * 3)] == [0, 2, 1]
+    assert [outcome.peak for outcome in crowded.measure([None] * 3)] == [2, 1, 1]  # type: ignore[union-attr]
 
 
 def test_busy_measurements_are_not_remembered(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
@@ -279,8 +311,9 @@ def test_groups_are_known_without_names() -> None:
 class CountedTrials(Trials):
     """Trials whose peak is counted from the plan: 100 bytes, less 10 for each rule, less 40 for recomputed products."""
 
-    def measure(self, plans: Any) -> list[Outcome]:
-        return [Trial(self.peak(plan), 0, 1.0, 0.0, 0.0) for plan in plans]
+    def measure_each(self, plans: Any) -> Iterator[tuple[int, Outcome]]:
+        for number, plan in enumerate(plans):
+            yield number, Trial(self.peak(plan), 0, 1.0, 0.0, 0.0)
 
     def peak(self, plan: bp.Plan | None) -> int:
         if plan is None:

@@ -42,7 +42,7 @@ from bitplan.compiler.torch_private import (
     get_hash_for_files,
     min_cut_rematerialization_partition,
 )
-from bitplan.executions.native import float8_cast  # noqa: F401 - defines the operation
+from bitplan.executions.native import float8_block_cast, float8_cast  # noqa: F401 - define the operations
 
 #: The most codes in a row that are recomputed rather than saved.
 LONGEST_CHAIN = 2
@@ -58,8 +58,15 @@ _REARRANGING = frozenset(
 #: Options of torch's partitioner: allow recomputation that ends in a GEMM operand, and long chains of it.
 PARTITIONER_OPTIONS = {"ban_recompute_long_fusible_chains": False, "ban_recompute_materialized_backward": False}
 
-#: Position of a cast's argument `after`, the tensor that it waits for.
-_AFTER = [argument.name for argument in torch.ops.bitplan.float8_cast.default._schema.arguments].index("after")
+#: The casts of GEMM operands -> the position of their argument `after`, the tensor that they wait for.
+_CASTS: dict[Any, int] = {
+    cast: [argument.name for argument in cast._schema.arguments].index("after")
+    for cast in (torch.ops.bitplan.float8_cast.default, torch.ops.bitplan.float8_block_cast.default)
+}
+#: GEMMs with scales: for tensors and rows, and in newer torch versions for blocks.
+_SCALED_GEMMS = tuple(
+    getattr(torch.ops.aten, name).default for name in ("_scaled_mm", "_scaled_mm_v2") if hasattr(torch.ops.aten, name)
+)
 
 #: Key of a node's metadata: the arguments it was traced with, whose memory layout Inductor reproduces.
 _TRACED_ARGUMENTS = "eager_input_vals"
@@ -304,7 +311,7 @@ def mark_recomputed_inputs(graph: fx.Graph) -> None:
     """
     kinds = get_default_op_list()
     backward = backward_nodes(graph)
-    casts = {node for node in backward if node.target is torch.ops.bitplan.float8_cast.default}
+    casts = {node for node in backward if node.target in _CASTS}
     pending = [cast.args[0] for cast in casts]
     while pending:
         node = pending.pop()
@@ -332,13 +339,13 @@ def mark_recomputed_products(graph: fx.Graph) -> None:
     backward = backward_nodes(graph)
     gemms_by_input: dict[Any, list[fx.Node]] = {}
     for node in graph.nodes:
-        if node.target is torch.ops.aten._scaled_mm.default and node not in backward:
+        if node.target in _SCALED_GEMMS and node not in backward:
             gemms_by_input.setdefault(node.args[0], []).append(node)
     others = (gemm for gemms in gemms_by_input.values() for gemm in gemms[1:])
     pending = [gemm for gemm in others if all(map(kinds.is_fusible, _readers(gemm)))]
     while pending:
         node = pending.pop()
-        is_cast = node.target is torch.ops.bitplan.float8_cast.default
+        is_cast = node.target in _CASTS
         if node.op != "call_function" or "recompute" in node.meta or not (is_cast or elements_of(node) > 1):
             continue
         _mark(node)
@@ -353,14 +360,14 @@ def order_recasts(graph: fx.Graph) -> None:
     """
     recasts: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
-        if node.target is torch.ops.bitplan.float8_cast.default and isinstance(after := _after(node), fx.Node):
+        if node.target in _CASTS and isinstance(after := _after(node), fx.Node):
             recasts.setdefault(after, []).append(node)
     for gradient, casts in recasts.items():
         first, *others = sorted(casts, key=lambda cast: -elements_of(cast.all_input_nodes[0]))
         part = next(iter(first.users))
         waiting = [
             *others,
-            *(reader for reader in _readers(gradient) if reader.target is first.target and reader not in casts),
+            *(reader for reader in _readers(gradient) if reader.target in _CASTS and reader not in casts),
         ]
         earliest = min(waiting, default=first)
         if earliest < first and all(source < earliest for source in first.all_input_nodes):
@@ -372,19 +379,21 @@ def order_recasts(graph: fx.Graph) -> None:
 
 
 def _wait_for(cast: fx.Node, awaited: fx.Node) -> None:
-    cast.args = (*_filled(cast.args), awaited)
+    position = _CASTS[cast.target]
+    cast.args = (*_filled(cast.args, position), awaited)
     if _TRACED_ARGUMENTS in cast.meta:
         args, kwargs = cast.meta[_TRACED_ARGUMENTS]
-        cast.meta[_TRACED_ARGUMENTS] = (*_filled(args), awaited.meta["val"]), kwargs
+        cast.meta[_TRACED_ARGUMENTS] = (*_filled(args, position), awaited.meta["val"]), kwargs
 
 
-def _filled(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A cast's arguments before `after`, with None for those that were left out."""
-    return (*args[:_AFTER], *[None] * (_AFTER - len(args)))
+def _filled(args: tuple[Any, ...], count: int) -> tuple[Any, ...]:
+    """The first `count` arguments, with None for those that were left out."""
+    return (*args[:count], *[None] * (count - len(args)))
 
 
 def _after(cast: fx.Node) -> Any:
-    return cast.args[_AFTER] if len(cast.args) > _AFTER else None
+    position = _CASTS[cast.target]
+    return cast.args[position] if len(cast.args) > position else None
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:

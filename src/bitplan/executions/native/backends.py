@@ -142,7 +142,8 @@ def _scale_of_blocks(scale: Tensor, rows: int) -> tuple[Tensor, Any]:
     types = torch.nn.functional.ScalingType
     if scale.shape[0] == rows:
         return _column_major(scale.float()), types.BlockWise1x128
-    padded = torch.nn.functional.pad(scale.float(), (0, -scale.shape[1] % 4))
+    missing = -scale.shape[1] % 4
+    padded = torch.nn.functional.pad(scale.float(), (0, missing)) if missing else scale.float()
     return _row_major(padded).t(), types.BlockWise128x128
 
 
@@ -164,7 +165,7 @@ def multiplies_groups(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and _capability(device)[0] == 9
 
 
-@cache
+@constant_when_traced
 def multiplies_attention(device: torch.device) -> bool:
     """Whether the device has the kernel of attention in FP8: Hopper, where Triton is."""
     is_hopper = device.type == "cuda" and torch.version.hip is None and _capability(device)[0] == 9

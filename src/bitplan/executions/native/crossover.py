@@ -1,11 +1,12 @@
 """The sizes from which on low-precision backends are faster on this machine: measured once, and cached in a file.
 
-A linear layer's three GEMMs with their casts are timed against the same GEMMs in the model's precision, for square
-matrices of growing size. GEMMs with fewer multiply-accumulates than the smallest size from which on the backend always
-won are not native. Casts are compiled, as in a compiled model. On a GPU the calls are replayed as a CUDA graph, because
-a compiled model hides the host's time behind the device's. The whole table is measured several times and the fastest
-times count, so that a short burst of other work does not decide it. A table whose rounds disagree about the faster one
-was measured on a busy machine: it serves this process, is not cached, and a warning says so.
+A linear layer's three GEMMs with their casts are timed in turns with the same GEMMs in the model's precision, for
+square matrices of growing size. GEMMs with fewer multiply-accumulates than the smallest size from which on the backend
+always won are not native. Casts are compiled, as in a compiled model. On a GPU the calls are replayed as a CUDA graph,
+because a compiled model hides the host's time behind the device's. The whole table is measured several times and the
+fastest times count, so that a short burst of other work does not decide it. One process measures at a time, and the
+others then read its table. A table whose rounds disagree about the faster one was measured on a busy machine: it serves
+this process, is not cached, and a warning says so.
 
 Convolutions that need im2col are timed against torch's own in the same way, for 3x3 kernels with growing numbers of
 channels: the cost of im2col is amortised over the output channels.
@@ -21,7 +22,7 @@ import os
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -38,7 +39,7 @@ from bitplan.executions.native.convolution import ConvGemmLayout
 from bitplan.executions.native.float8_cast import FORMATS, INPUT_DTYPES, cast_float8
 from bitplan.executions.native.gemm import BY_ROW, Codes, GemmLayout, codes_of
 from bitplan.executions.native.paths import NativeTerms
-from bitplan.files import parse_json, write_whole
+from bitplan.files import locked, parse_json, write_whole
 from bitplan.gemm.products import Product
 from bitplan.machine import cpu_name
 from bitplan.numerics.noise import preserve_rng_state
@@ -59,7 +60,7 @@ _METHOD = "three products, compiled"
 #: Measurements of the whole table, of which the fastest times count.
 ROUNDS = 3
 #: Timed calls of a size in each of them.
-_CALLS = 2
+_CALLS = 3
 #: Ratios of both times that differ by no more than this are close: where they disagree about the faster one, it does
 #: not matter.
 _WIDEST_RATIOS = 0.2
@@ -227,43 +228,71 @@ def crossover_tables(device: torch.device, dtype: torch.dtype, measure_again: bo
     """The tables of a device that has backends: from the cache file, or measured now and written there."""
     file = cache_file()
     key = f"{machine_name(device)}, {dtype}, torch {torch.__version__}, {torch.get_num_threads()} threads, {_METHOD}"
-    cached = _read(file)
-    unsettled = {} if measure_again else {name: table for (path, name), table in _UNSETTLED.items() if path == file}
     measures = {key: measure_crossover, f"{key}, 3x3": measure_im2col_crossover}
-    known = {} if measure_again else {**cached, **unsettled}
-    missing = {name: measure for name, measure in measures.items() if not known.get(name)}
-    if missing:
-        steps = ROUNDS * len(backends_of(device)) * len(SIZES[device.type]) * len(missing)
-        sentence = (
-            f"measuring from which size on native products are faster on this {device.type}: "
-            f"{duration_text(_SECONDS)}, once per machine."
-        )
-        # A plan may be attached under a fake mode; times need real tensors.
-        with unset_fake_temporarily(), announced(sentence, steps) as advance:
-            for name, measure in missing.items():
-                rounds = measure(device, dtype)
-                advance(steps // len(missing))
-                known[name] = rounds.fastest
-                _UNSETTLED.pop((file, name), None)
-                if rounds.is_quiet:
-                    cached[name] = rounds.fastest
-                else:
-                    _UNSETTLED[file, name] = rounds.fastest
-        if any((file, name) in _UNSETTLED for name in missing):
-            warnings.warn(
-                "the crossover of native products was measured on a busy machine and is not remembered: run "
-                "'bitplan crossover --measure' while the machine is idle.",
-                BitplanWarning,
-                stacklevel=4,
-            )
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            content = {name: [asdict(row) for row in rows] for name, rows in cached.items()}
-            write_whole(file, json.dumps(content, indent=2) + "\n")
-        except OSError as error:
-            log.info("the crossover table is not cached, and will be measured again: %s", error)
+    known = {} if measure_again else _known(file)
+    if not all(known.get(name) for name in measures):
+        with _while_others_wait(file):
+            if not measure_again:
+                known = _known(file)  # another process may have measured it meanwhile
+            missing = {name: measure for name, measure in measures.items() if not known.get(name)}
+            if missing:
+                known |= _measure(file, missing, device, dtype)
     linear, im2col = (known[name] for name in measures)
     return CrossoverTables(linear, im2col, not any((file, name) in _UNSETTLED for name in measures))
+
+
+def _known(file: Path) -> dict[str, list[Crossing]]:
+    """All tables of the cache file, and those that were measured on a busy machine."""
+    return _read(file) | {name: table for (path, name), table in _UNSETTLED.items() if path == file}
+
+
+@contextlib.contextmanager
+def _while_others_wait(file: Path) -> Iterator[None]:
+    """Measure alone: several processes that measure at the same time slow each other, and none trusts its table."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # a cache that cannot be written: others are not waited for
+            stack.enter_context(locked(file.with_suffix(".lock")))
+        yield
+
+
+def _measure(
+    file: Path,
+    measures: Mapping[str, Callable[[torch.device, torch.dtype], Rounds]],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> dict[str, list[Crossing]]:
+    """Measure tables, and write those of a quiet machine to the cache file."""
+    steps = ROUNDS * len(backends_of(device)) * len(SIZES[device.type]) * len(measures)
+    sentence = (
+        f"measuring from which size on native products are faster on this {device.type}: "
+        f"{duration_text(_SECONDS)}, once per machine."
+    )
+    measured: dict[str, Rounds] = {}
+    # A plan may be attached under a fake mode; times need real tensors.
+    with unset_fake_temporarily(), announced(sentence, steps) as advance:
+        for name, measure in measures.items():
+            measured[name] = measure(device, dtype)
+            advance(steps // len(measures))
+    tables = {name: rounds.fastest for name, rounds in measured.items()}
+    for name, rounds in measured.items():
+        _UNSETTLED.pop((file, name), None)
+        if not rounds.is_quiet:
+            _UNSETTLED[file, name] = tables[name]
+    if not all(rounds.is_quiet for rounds in measured.values()):
+        warnings.warn(
+            "the crossover of native products was measured on a busy machine and is not remembered: run "
+            "'bitplan crossover --measure' while the machine is idle.",
+            BitplanWarning,
+            stacklevel=5,
+        )
+    stored = _read(file) | {name: tables[name] for name, rounds in measured.items() if rounds.is_quiet}
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        content = {name: [asdict(row) for row in rows] for name, rows in stored.items()}
+        write_whole(file, json.dumps(content, indent=2) + "\n")
+    except OSError as error:
+        log.info("the crossover table is not cached, and will be measured again: %s", error)
+    return tables
 
 
 #: Tables of a busy machine by cache file and key: they serve this process only.
@@ -301,8 +330,8 @@ def _crossing(backend: GemmBackend, size: int, device: torch.device, dtype: torc
     def plain() -> tuple[Tensor, ...]:
         return x @ w.t(), dy @ w, dy.t() @ x
 
-    native = milliseconds(lambda: _three_gemms(backend, x, w, dy, GemmLayout()), device, _CALLS)
-    return Crossing(backend.name, size, milliseconds(plain, device, _CALLS), native)
+    times = _in_turns(plain, lambda: _three_gemms(backend, x, w, dy, GemmLayout()), device)
+    return Crossing(backend.name, size, *times)
 
 
 @dataclass(frozen=True)
@@ -343,6 +372,13 @@ def time_product(
     return ProductTime(plain, native, (quarters[2] - quarters[0]) / statistics.median(ratios))
 
 
+def _in_turns(plain: Callable[[], object], native: Callable[[], object], device: torch.device) -> tuple[float, float]:
+    """The milliseconds of the fastest calls of both, which take turns: a busy machine slows down both alike."""
+    timers = _timer(plain, device), _timer(native, device)
+    turns = [(timers[0](), timers[1]()) for _ in range(_CALLS)]
+    return min(turn[0] for turn in turns), min(turn[1] for turn in turns)
+
+
 def _timer(call: Callable[[], object], device: torch.device) -> Callable[[], float]:
     """A function that makes the call and returns its milliseconds."""
     if device.type != "cuda":
@@ -369,8 +405,8 @@ def _crossing_im2col(backend: GemmBackend, channels: int, device: torch.device, 
     def plain() -> tuple[Tensor, ...]:
         return product.forward(x, w, None), product.grad_x(dy, x, w), product.grad_w(dy, x, w)
 
-    native = milliseconds(lambda: _three_gemms(backend, x, w, dy, layout), device, _CALLS)
-    return Crossing(backend.name, channels, milliseconds(plain, device, _CALLS), native)
+    times = _in_turns(plain, lambda: _three_gemms(backend, x, w, dy, layout), device)
+    return Crossing(backend.name, channels, *times)
 
 
 def _three_gemms(backend: GemmBackend, x: Tensor, w: Tensor, dy: Tensor, layout: GemmLayout) -> tuple[Tensor, ...]:

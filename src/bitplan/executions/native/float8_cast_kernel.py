@@ -285,20 +285,10 @@ def _store_columns(codes, row, column, out, rows, features):  # type: ignore[no-
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _store_codes(  # type: ignore[no-untyped-def]
-    codes,
-    row,
-    source,
-    has_source,
-    column,
-    as_rows,
-    as_columns,
-    rows,
-    features,
-    writes_rows: tl.constexpr,
-    writes_columns: tl.constexpr,
+    codes, row, column, as_rows, as_columns, rows, features, writes_rows: tl.constexpr, writes_columns: tl.constexpr
 ):
     if writes_rows:
-        _store_rows(codes, source, has_source, column, as_rows, features)
+        _store_rows(codes, row, row < rows, column, as_rows, features)
     if writes_columns:
         _store_columns(codes, row, column, as_columns, rows, features)
 
@@ -366,9 +356,10 @@ def _cast_tile(  # type: ignore[no-untyped-def]
     if tile_number == 0:
         tl.store(scale_out, scale)
     codes = _codes_of(value, zero, is_e5m2)
-    _store_codes(
-        codes, row, source, has_source, column, as_rows, as_columns, rows, features, writes_rows, writes_columns
-    )
+    if writes_rows:
+        _store_rows(codes, source, has_source, column, as_rows, features)
+    if writes_columns:
+        _store_columns(codes, row, column, as_columns, rows, features)
 
 
 def launch_float8_amax(wrap: Any, x: Tensor, history_amax: Tensor | None) -> Tensor:

@@ -34,7 +34,6 @@ from bitplan.executions.native.float8_cast_kernel import (
     _scale_from,
     _scale_of,
     _source_of,
-    _store_codes,
     _store_columns,
     _store_rows,
     _store_tile_amax,
@@ -184,9 +183,10 @@ def _cast_gated_tile(  # type: ignore[no-untyped-def]
     if tile_number == 0:
         tl.store(scale_out, scale)
     codes = _codes_of(_divide(value, scale, format_max, True, True), zero, is_e5m2)
-    _store_codes(
-        codes, row, source, has_source, column, as_rows, as_columns, rows, features, writes_rows, writes_columns
-    )
+    if writes_rows:
+        _store_rows(codes, source, has_source, column, as_rows, features)
+    if writes_columns:
+        _store_columns(codes, row, column, as_columns, rows, features)
 
 
 @triton.jit(do_not_specialize=["zero", "gate_cell", "up_cell"])  # type: ignore[untyped-decorator]

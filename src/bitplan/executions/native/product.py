@@ -5,15 +5,17 @@ The GEMMs themselves are in :mod:`bitplan.executions.native.gemm`.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from bitplan.compiler.tracing import is_traced, opaque_in_graph, transformable
-from bitplan.executions.native.backends import backend_named, supports_shape
+from bitplan.executions.native.backends import BLOCK, backend_named, supports_shape
 from bitplan.executions.native.blocks import cuts_blocks
 from bitplan.executions.native.convolution import ConvGemmLayout, is_channels_last
+from bitplan.executions.native.float8_block_cast import block_codes, cast_float8_blocks
 from bitplan.executions.native.float8_cast import FORMATS, INPUT_DTYPES, Cast, cast_float8
 from bitplan.executions.native.gemm import (
     BY_ROW,
@@ -26,6 +28,7 @@ from bitplan.executions.native.gemm import (
     codes_of,
 )
 from bitplan.gemm.products import Product
+from bitplan.numerics.scaling import Tiles
 from bitplan.numerics.wire_format import OPERAND_OF_SLOT
 from bitplan.plans import SLOTS
 from bitplan.plans.match import PASSES
@@ -86,6 +89,10 @@ class NativeSlots(Slots):
 
         :param after: in the backward pass: cast again, but not before this tensor is computed.
         """
+        layouts = [self._block_layout(slot, tensor) for slot in slots]
+        in_blocks = [layout for layout in layouts if layout is not None]
+        if len(in_blocks) == len(slots) and len({layout.settings for layout in in_blocks}) == 1:
+            return _cast_blocks(in_blocks, tensor, after)
         if len(slots) == 2 and not self.are_alike(*slots):
             return [*self.codes(slots[:1], tensor, after), *self.codes(slots[1:], tensor, after)]
         if not slots:
@@ -101,6 +108,22 @@ class NativeSlots(Slots):
             return self._cast(slots, tensor, dtype, after)
         encoded, _ = op.encode(tensor, context, self.weight_key if operand.tensor == "w" else None)
         return [codes_of(encoded, dtype, self.features)] * len(slots)
+
+    def _block_layout(self, slot: str, tensor: Tensor) -> BlockLayout | None:
+        """The blocks of an operand that the block cast makes; None where only the quantizer does."""
+        op, context = self.chosen[slot]
+        backend = self.backends[OPERAND_OF_SLOT[slot].pass_]
+        dtype = backend.code_dtype(op.spec.target)
+        is_plain = dtype is not None and rounds_plainly(op, tensor, dtype) and not (op.rotates or op.function or op.top)
+        if not backend.takes_blocks or not is_plain or tensor.dim() < 2 or context.split_over is not None:
+            return None
+        blocks, last = op.quantizer_of(tensor).blocks(tensor), tensor.dim() - 1
+        if isinstance(blocks, Tiles):
+            is_square = tensor.dim() == 2 and blocks.sizes == (BLOCK, BLOCK)
+            return BlockLayout(True, op.spec.power_of_two, slot in BY_ROW) if is_square else None
+        if blocks is None or blocks.size != BLOCK or blocks.axis < last - 1 or tensor.shape[blocks.axis] % BLOCK:
+            return None
+        return BlockLayout(False, op.spec.power_of_two, blocks.axis == last)
 
     def are_alike(self, slot: str, other_slot: str) -> bool:
         """Whether the two slots of a tensor get the same codes, with one scale."""
@@ -155,14 +178,49 @@ class NativeSlots(Slots):
         return cast
 
 
+class BlockLayout(NamedTuple):
+    """How an operand is cast in blocks."""
+
+    #: Whether blocks are tiles; otherwise they are lines.
+    tiles: bool
+    power_of_two: bool
+    #: Whether codes are row-major, and lines along features; otherwise column-major, and lines along rows.
+    by_row: bool
+
+    @property
+    def settings(self) -> tuple[bool, bool]:
+        """Layouts that are equal in these come from one cast."""
+        return self.tiles, self.power_of_two
+
+
+def _cast_blocks(layouts: Sequence[BlockLayout], tensor: Tensor, after: Tensor | None) -> list[Codes]:
+    """One kernel reads the tensor and writes all layouts."""
+    tiles, power_of_two, _ = layouts[0]
+    by_row = [layout.by_row for layout in layouts]
+    cast = cast_float8_blocks(
+        tensor.reshape(-1, tensor.shape[-1]),
+        tiles=tiles,
+        power_of_two=power_of_two,
+        as_rows=any(by_row),
+        as_columns=not all(by_row),
+        after=after,
+    )
+    return [block_codes(cast, tiles, is_by_row) for is_by_row in by_row]
+
+
 def is_plain_cast(op: RoundingOp, x: Tensor, dtype: torch.dtype) -> bool:
     """Whether codes of that dtype are made by one scale for the whole tensor and rounding to nearest."""
+    return rounds_plainly(op, x, dtype) and op.spec.scale in (None, "tensor")
+
+
+def rounds_plainly(op: RoundingOp, x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether codes of that dtype are rounded to nearest, saturate, and are not observed."""
     if dtype not in FORMATS or x.dtype not in INPUT_DTYPES or op.is_stochastic or op.mutable_kind is not None:
         return False
     spec = op.spec
     is_nearest = spec.rounding == "nearest" and spec.overflow in (None, "saturate")
     is_observed = op.watched or op.uses_mean_range or op.promotion is not None
-    return is_nearest and spec.scale in (None, "tensor") and not is_observed
+    return is_nearest and not is_observed
 
 
 def _first_amax(tensor: Tensor, spec: QuantizerSpec, history_max: Tensor) -> Tensor:

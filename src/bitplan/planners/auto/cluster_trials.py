@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -37,10 +37,10 @@ class ClusterTrials(ProcessTrials):
         super().__init__(load, arguments, max(1, int(room)))
         self._actor = self._ray.remote(num_cpus=1, num_gpus=cluster.gpus_per_run, max_restarts=0)(_RemoteServer)
 
-    def _measure_group(self, plans: Sequence[Plan | None]) -> list[Outcome]:
+    def _measure_group(self, plans: Sequence[Plan | None]) -> Iterator[Outcome]:
         self._stop_children()
         try:
-            return super()._measure_group(plans)
+            yield from super()._measure_group(plans)
         finally:
             self._stop_children()
 

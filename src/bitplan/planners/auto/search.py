@@ -175,7 +175,7 @@ def search(
         work.run(steps, seeds, planners)
     except KeyboardInterrupt:
         is_interrupted = True
-        if not any(row.trial for row in work.rows):
+        if not work.rows or work.rows[0].name != PLAIN or not any(row.trial for row in work.rows):
             raise
     finally:
         trials.close()
@@ -366,22 +366,31 @@ class _Search:
         if missing:
             names = ", ".join(candidate.name for candidate in missing)
             self.report(f"measuring {len(missing)} candidate{'s' * (len(missing) > 1)}: {names}")
-        outcomes = iter(self.trials.measure([candidate.plan for candidate in missing]))
-        for candidate, trial in zip(new, known, strict=True):
-            outcome: Outcome = trial or next(outcomes)
-            self.report(f"{candidate.name}: {outcome}")
-            if isinstance(outcome, Trial):
-                if self.cache is not None:
-                    self.cache.add(self.cache.key(self.fingerprint, candidate.plan), outcome)
-                if not outcome.is_quiet:
-                    self.report(
-                        f"{candidate.name}: times spread by {outcome.spread:.0%}, the machine is busy; not remembered"
-                    )
-            self.candidates[candidate.name] = candidate
-            predicted = self._predicted_peak(candidate)
-            self.rows.append(
-                TriedPlan(candidate.name, candidate.plan, candidate.family, predicted, candidate.damage, outcome)
-            )
+        found: dict[str, Outcome] = {c.name: trial for c, trial in zip(new, known, strict=True) if trial is not None}
+        try:
+            for number, outcome in self.trials.measure_each([candidate.plan for candidate in missing]):
+                found[missing[number].name] = outcome
+                self._note(missing[number], outcome)
+        finally:  # an interruption keeps what was measured before it
+            for candidate in new:
+                if candidate.name in found:
+                    self._add_row(candidate, found[candidate.name])
+
+    def _note(self, candidate: Candidate, outcome: Outcome) -> None:
+        """Report a new measurement, and remember it."""
+        self.report(f"{candidate.name}: {outcome}")
+        if not isinstance(outcome, Trial):
+            return
+        if self.cache is not None:
+            self.cache.add(self.cache.key(self.fingerprint, candidate.plan), outcome)
+        if not outcome.is_quiet:
+            self.report(f"{candidate.name}: times spread by {outcome.spread:.0%}, the machine is busy; not remembered")
+
+    def _add_row(self, candidate: Candidate, outcome: Outcome) -> None:
+        self.candidates[candidate.name] = candidate
+        predicted = self._predicted_peak(candidate)
+        row = TriedPlan(candidate.name, candidate.plan, candidate.family, predicted, candidate.damage, outcome)
+        self.rows.append(row)
 
     def _remembered(self, candidate: Candidate) -> Trial | None:
         if self.cache is None:

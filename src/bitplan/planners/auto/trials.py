@@ -154,7 +154,7 @@ def device_alone(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _compiling_backward_early() -> AbstractContextManager[Any]:
+def compiling_backward_early() -> AbstractContextManager[Any]:
     """Compile the backward pass together with the forward pass, where torch has the option.
 
     Otherwise the first step's saved tensors are in memory while its backward pass compiles: tens of seconds, in which
@@ -191,7 +191,7 @@ class CandidateStep:
         loss = target.loss if target.loss is None or self.run is None else self.run.loss(target.loss)
         call = split_call(target.batch, target.loss)
         self.step = TrainingStep(self.model, call, loss, problem.optimizer, self.run, forward, problem.autocast)
-        with _compiling_backward_early():
+        with compiling_backward_early():
             for _ in range(_WARM_UP):
                 self.step(lambda phase: None)
         self.release_cache()
@@ -285,8 +285,12 @@ class Trials(ABC):
     are_here = True
 
     @abstractmethod
+    def measure_each(self, plans: Sequence[Plan | None]) -> Iterator[tuple[int, Outcome]]:
+        """Peak and time under each plan with its place in `plans`, as soon as they are known."""
+
     def measure(self, plans: Sequence[Plan | None]) -> list[Outcome]:
         """Peak and time under each plan."""
+        return [outcome for _, outcome in sorted(self.measure_each(plans), key=lambda found: found[0])]
 
     @abstractmethod
     def final_losses(self, plan: Plan | None, steps: int, seeds: int) -> list[float]:
@@ -302,8 +306,9 @@ class LocalTrials(Trials):
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
 
-    def measure(self, plans: Sequence[Plan | None]) -> list[Outcome]:
-        return [self._measure(plan) for plan in plans]
+    def measure_each(self, plans: Sequence[Plan | None]) -> Iterator[tuple[int, Outcome]]:
+        for number, plan in enumerate(plans):
+            yield number, self._measure(plan)
 
     def _measure(self, plan: Plan | None) -> Outcome:
         try:
@@ -380,25 +385,28 @@ class ProcessTrials(Trials):
         self.load, self.arguments, self.most = load, arguments, most
         self._children: dict[str, Child] = {}
 
-    def measure(self, plans: Sequence[Plan | None]) -> list[Outcome]:
-        outcomes: list[Outcome] = []
+    def measure_each(self, plans: Sequence[Plan | None]) -> Iterator[tuple[int, Outcome]]:
+        without_room: list[int] = []
         for first in range(0, len(plans), self.most):
-            outcomes += self._measure_group(plans[first : first + self.most])
-        for index, plan in enumerate(plans):
-            if outcomes[index] == OUT_OF_MEMORY and len(plans) > 1:  # perhaps because of the others
-                self._stop_children()
-                (outcomes[index],) = self._measure_group([plan])
-        return outcomes
+            group = range(first, min(first + self.most, len(plans)))
+            for number, outcome in zip(group, self._measure_group([plans[number] for number in group]), strict=True):
+                if outcome == OUT_OF_MEMORY and len(plans) > 1:  # perhaps because of the others
+                    without_room.append(number)
+                else:
+                    yield number, outcome
+        for number in without_room:
+            self._stop_children()
+            for outcome in self._measure_group([plans[number]]):
+                yield number, outcome
 
-    def _measure_group(self, plans: Sequence[Plan | None]) -> list[Outcome]:
+    def _measure_group(self, plans: Sequence[Plan | None]) -> Iterator[Outcome]:
+        """Prepare all, then measure one after the other."""
         children = [self._start(plan) for plan in plans]
         for child in children:
             child.send("prepare")
         ready = [child.receive() for child in children]
-        return [
-            news if isinstance(news, Failure) else child.ask("measure")
-            for child, news in zip(children, ready, strict=True)
-        ]
+        for child, news in zip(children, ready, strict=True):
+            yield news if isinstance(news, Failure) else child.ask("measure")
 
     def _start(self, plan: Plan | None) -> Child:
         previous = self._children.pop(_key(plan), None)
