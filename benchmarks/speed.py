@@ -132,11 +132,10 @@ def _gib(count: float) -> int:
     return round(count * 2**30)
 
 
-#: Presets for Llama-like blocks, and what searches find for such models.
-LLAMA_PLANS = ("fp8-train", "fp8-train-small", "native-fp8-kept", "deepseek-v3")
 #: Plans for grouped products: a scale for each tensor, or for each row.
 EXPERT_PLANS = ("native-fp8-experts", "native-fp8-experts-rowwise")
-
+#: Presets for Llama-like blocks, and what searches find for such models.
+LLAMA_PLANS = ("fp8-train", "fp8-train-small", "native-fp8-kept", "deepseek-v3")
 SHAPES: Mapping[str, Shape] = {
     "linear-1024": OwnShape(
         lambda: (nn.Linear(1024, 1024, bias=False), torch.randn(1024, 1024)), aim=Aim("2 CPU cores", 26.0)

@@ -28,13 +28,10 @@ from bitplan.executions.native.float8_cast_kernel import (
     CastOutputs,
     _codes_of,
     _divide,
-    _has_source,
     _magnitude_bits,
     _record_amax,
     _scale_from,
     _scale_of,
-    _source_of,
-    _store_codes,
     _store_columns,
     _store_rows,
     _store_tile_amax,
@@ -161,8 +158,10 @@ def _cast_gated_tile(  # type: ignore[no-untyped-def]
     tiles_per_row = tl.cdiv(features, tile)
     row = (tile_number // tiles_per_row).to(tl.int64) * tile + tl.arange(0, tile)
     column = (tile_number % tiles_per_row).to(tl.int64) * tile + tl.arange(0, tile)
-    source = _source_of(sources, row, rows, is_padded)
-    has_source = _has_source(source, row, rows, is_padded)
+    source, has_source = row, row < rows
+    if is_padded:
+        source = tl.load(sources + row, mask=row < rows, other=-1).to(tl.int64)
+        has_source = source >= 0
     inside = has_source[:, None] & (column < features)[None, :]
     offset = source[:, None] * features + column[None, :]
     history = tl.load(history_amax)
@@ -184,9 +183,10 @@ def _cast_gated_tile(  # type: ignore[no-untyped-def]
     if tile_number == 0:
         tl.store(scale_out, scale)
     codes = _codes_of(_divide(value, scale, format_max, True, True), zero, is_e5m2)
-    _store_codes(
-        codes, row, source, has_source, column, as_rows, as_columns, rows, features, writes_rows, writes_columns
-    )
+    if writes_rows:
+        _store_rows(codes, source, has_source, column, as_rows, features)
+    if writes_columns:
+        _store_columns(codes, row, column, as_columns, rows, features)
 
 
 @triton.jit(do_not_specialize=["zero", "gate_cell", "up_cell"])  # type: ignore[untyped-decorator]
@@ -245,8 +245,10 @@ def _cast_grads_tile(  # type: ignore[no-untyped-def]
     for step in range(steps):
         down = (tl.program_id(0) // tiles_per_row).to(tl.int64) * steps + step
         row = down * side + tl.arange(0, side)
-        source = _source_of(sources, row, rows, is_padded)
-        has_source = _has_source(source, row, rows, is_padded)
+        source, has_source = row, row < rows
+        if is_padded:
+            source = tl.load(sources + row, mask=row < rows, other=-1).to(tl.int64)
+            has_source = source >= 0
         inside = has_source[:, None] & (column < features)[None, :]
         offset = source[:, None] * features + column[None, :]
         incoming = tl.load(grad + offset, mask=inside, other=0.0).to(tl.float32)

@@ -146,7 +146,7 @@ def _cast_norm_tile(  # type: ignore[no-untyped-def]
     if tile_number == 0:
         tl.store(scale_out, scale)
     codes = _codes_of(_divide(value, scale, format_max, True, True), zero, is_e5m2)
-    _store_codes(codes, row, row, row < rows, column, as_rows, as_columns, rows, features, writes_rows, writes_columns)
+    _store_codes(codes, row, column, as_rows, as_columns, rows, features, writes_rows, writes_columns)
 
 
 def launch_norm_amax(
