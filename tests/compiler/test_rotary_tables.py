@@ -13,8 +13,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from bitplan.compiler import rotary_tables
-from bitplan.compiler.graph_passes import OPTION
-from bitplan.compiler.launching import KernelInliningPass
+from bitplan.compiler.launching import OPTION, KernelInliningPass
 from bitplan.compiler.rotary_tables import write_tables
 from bitplan.compiler.torch_private import REALIZE_TO_STRIDES, CustomGraphPass
 

@@ -421,7 +421,7 @@ def probe_partition() -> None:
 
 
 def probe_inductor_config() -> None:
-    from bitplan.compiler.graph_passes import OPTION
+    from bitplan.compiler.launching import OPTION
 
     assert hasattr(torch_private.inductor_config, OPTION)
     assert hasattr(torch_private.inductor_config, "custom_partitioner_fn")

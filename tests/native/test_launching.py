@@ -21,9 +21,9 @@ import bitplan
 from bitplan import Plan
 from bitplan.compiler import launching, torch_private
 from bitplan.compiler.batch_norm_fusion import cast_with_channel_stats_reference
-from bitplan.compiler.graph_passes import OPTION
 from bitplan.compiler.kernel_ops import OPERATIONS, KernelOp
 from bitplan.compiler.launching import (
+    OPTION,
     KernelInliningPass,
     cache_access_analyses,
     inline_kernels,

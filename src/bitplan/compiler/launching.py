@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,14 +17,15 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from bitplan.compiler import amax_fusion, gated_fusion, kernel_ops, norm_fusion, patterns, rotary_tables, torch_patches
-from bitplan.compiler.graph_passes import PostGradPass, with_pass
 from bitplan.compiler.kernel_ops import OPERATIONS, KernelOp
 from bitplan.compiler.torch_patches import Undo, replace_attribute
 from bitplan.compiler.torch_private import (
+    CustomGraphPass,
     detect_fake_mode,
     force_stride_order,
     get_default_op_list,
     get_hash_for_files,
+    inductor_config,
     select_decomp_table,
     triton_access_analyses,
     triton_kernel_wrap,
@@ -33,14 +34,21 @@ from bitplan.compiler.torch_private import (
 
 #: Whether compiled graphs launch the kernels themselves; a switch for comparisons, and for torch versions that cannot.
 INLINES_KERNELS = True
+#: The Inductor option that holds the pass.
+OPTION = "post_grad_custom_pre_pass"
 #: Metadata that a replaced node passes on.
 _PROVENANCE = ("stack_trace", "nn_module_stack", "seq_nr", "partitioner_tag")
 
 
-class KernelInliningPass(PostGradPass):
-    """The fusions and :func:`inline_kernels` as one Inductor pass."""
+class KernelInliningPass(CustomGraphPass):
+    """The fusions and :func:`inline_kernels` as one Inductor pass, after the passes that the user has set."""
 
-    def change(self, graph: fx.Graph) -> None:
+    def __init__(self, earlier: Iterable[Callable[[fx.Graph], None]] = ()) -> None:
+        self.earlier = tuple(earlier)
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for graph_pass in self.earlier:
+            graph_pass(graph)
         torch_patches.apply(cache_access_analyses)
         rotary_tables.write_tables(graph)
         gated_fusion.fuse_gates(graph)
@@ -49,7 +57,9 @@ class KernelInliningPass(PostGradPass):
         amax_fusion.batch_amax_kernels(graph)
         inline_kernels(graph)
 
-    def own_key(self) -> Any:
+    def uuid(self) -> Any:
+        """The cache key; None, which disables Inductor's caches, where an earlier pass has none."""
+        others = [earlier.uuid() if isinstance(earlier, CustomGraphPass) else None for earlier in self.earlier]
         files = (source for operation in OPERATIONS.values() for source in operation.sources())
         passes = (kernel_ops, patterns, rotary_tables, gated_fusion, norm_fusion, amax_fusion)
         switches = (
@@ -61,12 +71,27 @@ class KernelInliningPass(PostGradPass):
             amax_fusion.BATCHES_AMAX,
         )
         paths = (__file__, *(module.__file__ for module in passes), *dict.fromkeys(files))
-        return get_hash_for_files(paths, str(switches))
+        ours = get_hash_for_files(paths, str(switches))
+        return None if None in others else (ours, *others)
+
+    # torch.compile compares the options of two calls to decide whether a graph can be reused.
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, KernelInliningPass) and self.earlier == other.earlier
+
+    def __hash__(self) -> int:
+        return hash(self.earlier)
 
 
 def with_kernel_inlining(options: Mapping[str, Any] | None) -> dict[str, Any]:
     """Inductor options with the pass added after the passes that these options, or Inductor's global ones, have."""
-    return with_pass(options, KernelInliningPass) if INLINES_KERNELS else dict(options or {})
+    settings = dict(options or {})
+    current = settings.get(OPTION, getattr(inductor_config, OPTION))
+    earlier = current if isinstance(current, (list, tuple)) else () if current is None else (current,)
+    if not INLINES_KERNELS or any(isinstance(graph_pass, KernelInliningPass) for graph_pass in earlier):
+        return settings
+    if isinstance(current, (list, tuple)):  # newer torch versions take several passes
+        return settings | {OPTION: [*earlier, KernelInliningPass()]}
+    return settings | {OPTION: KernelInliningPass(earlier)}
 
 
 def inline_kernels(graph: fx.Graph, device: str = "cuda", operations: Mapping[str, KernelOp] = OPERATIONS) -> int:

@@ -314,10 +314,6 @@ class Attachment:
 
     def _compiler_settings(self, options: dict[str, Any]) -> CompilerSettings:
         ops = (op for rounding in self._installation.actions() for op in rounding.places.values())
-        if torch.backends.cudnn.deterministic and torch.cuda.is_available():
-            from bitplan.compiler.convolution_gradients import with_input_gradients
-
-            options = with_input_gradients(options)
         return self._execution.compiler_settings(ops, options)
 
     # --- the loop ---
