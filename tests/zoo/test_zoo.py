@@ -155,6 +155,7 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Any:
     """``run.py``, which starts a process for each model that it checks."""
     path = Path(__file__).with_name("run.py")
     monkeypatch.setenv("PYTHONPATH", str(path.parents[2] / "src"))
+    monkeypatch.setattr(sys, "path", [*sys.path])  # it adds its folder
     spec = importlib.util.spec_from_file_location("zoo_runner", path)
     assert spec is not None
     assert spec.loader is not None
