@@ -131,6 +131,7 @@ RULES = [
 ]
 
 
+@pytest.mark.usefixtures("without_inductor")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_plan_of_the_model_holds(compiled: bool) -> None:
     model = build("llama", **MODELS["llama"])

@@ -120,6 +120,7 @@ def run_page(page: Path) -> tuple[dict[str, Any], str]:
 RUN = [page for page in PAGES if any(block.language in ("python", "sh", "yaml") for block in blocks(page))]
 
 
+@pytest.mark.usefixtures("without_inductor")
 @pytest.mark.parametrize("page", RUN, ids=name_of)
 def test_the_code_of_every_page_runs(page: Path, folder: Path) -> None:
     names, shown = run_page(page)

@@ -65,14 +65,16 @@ def test_an_optimizer_that_is_not_there_is_told_before_anything_starts() -> None
 
 
 def test_processes_beside_lose_what_this_one_does() -> None:
-    here = eager("gpt-tiny", batch=2, loss_steps=2)
-    beside = eager("gpt-tiny", batch=2, loss_steps=2, loss_jobs=2)
-    smaller = bench_memory(
-        "gpt-tiny", ("bf16-eager",), batch=2, turns=1, loss_steps=2, loss_batch=1, in_processes=False
-    )
-    assert beside["curves"] == here["curves"]
+    def curves(**more: Any) -> tuple[dict[str, Any], Any]:
+        result = bench_memory("gpt-tiny", ("packed-eager",), batch=2, turns=1, loss_steps=2, in_processes=False, **more)
+        return result, result["curves"]["packed-eager"]
+
+    _, here = curves()
+    _, beside = curves(loss_jobs=2)
+    smaller, of_smaller = curves(loss_batch=1)
+    assert beside == here
     assert (smaller["batch"], smaller["loss_batch"]) == (2, 1)
-    assert smaller["curves"]["bf16-eager"] != here["curves"]["bf16-eager"]
+    assert of_smaller != here
 
 
 @pytest.mark.parametrize("model", ["mobilenet-v2-imagenet", "gpt-1024-bytes"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -22,9 +23,16 @@ def make():
 """
 
 
+@pytest.fixture(scope="module")
+def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Searches for the same model measure its candidates once, however busy this machine is."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture
-def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("BITPLAN_CACHE", str(tmp_path / "cache"))
+def target(tmp_path: Path, shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("BITPLAN_CACHE", str(shared_cache))
+    monkeypatch.setattr(import_module("bitplan.planners.auto.trials"), "WIDEST_SPREAD", 1e9)
     (tmp_path / "model.py").write_text(MODEL)
     return f"{tmp_path / 'model.py'}:make"
 

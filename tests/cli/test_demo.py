@@ -10,7 +10,11 @@ Bitplan = Callable[..., Any]
 QUICK = ("--seeds", 1, "--set", "steps=8", "--set", "model=resnet8", "--set", "width=0.25", "--set", "batch=16")
 
 
-def test_the_demo_trains_all_plans_and_ends_with_the_answer_and_the_page(bitplan: Bitplan, tmp_path: Path) -> None:
+def test_the_demo_trains_all_plans_and_ends_with_the_answer_and_the_page(
+    bitplan: Bitplan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One after the other, as on a single core: a process for each core takes seconds to start."""
+    monkeypatch.setattr("bitplan.cli.compare.cores", lambda: 1)
     folder = tmp_path / "new" / "folder"
     ran = bitplan("demo", "-o", folder, *QUICK)
     assert ran.code == 0

@@ -307,7 +307,7 @@ def _resumable(rank: int, world: int) -> tuple[nn.Module, bitplan.Attachment, Te
 
 def communicate(case: Case, rank: int, world: int) -> Outcome:
     """Bytes that collectives are given, per parameter and call of FSDP2, in the second step of a wider model."""
-    model = model_of(hidden=1024)
+    model = model_of(hidden=512)
     run = attach(model, case) if case.before else None
     sharded = shard(model, case, world)
     run = attach(sharded, case) if run is None else run

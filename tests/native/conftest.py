@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import collections
+import copy
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor.decomposition import select_decomp_table
 
 import bitplan
@@ -26,12 +30,22 @@ def _units_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Rewritten:
-    """A backend of torch.compile that rewrites graphs for a CPU, and counts the operations of ours in them."""
+    """A backend of torch.compile that rewrites graphs for a CPU, and counts the operations of ours in them.
 
-    def __init__(self, partitioner: Any, *rewrites: Callable[[fx.Graph, str], object]) -> None:
-        self.rewrites = rewrites
-        #: Of each graph.
+    :param switch: a constant of a module, without which each graph is rewritten a second time: both run on the same
+        values and have the same results, bit for bit. Tracing the model again would take most of a test's time.
+    """
+
+    def __init__(
+        self,
+        partitioner: Any,
+        *rewrites: Callable[[fx.Graph, str], object],
+        switch: tuple[ModuleType, str] | None = None,
+    ) -> None:
+        self.rewrites, self.switch = rewrites, switch
+        #: Of each graph, and of the same graphs without the switch.
         self.seen: list[dict[str, int]] = []
+        self.seen_without: list[dict[str, int]] = []
         self.backend = aot_autograd(
             fw_compiler=lambda gm, arguments: self._noted(gm),
             bw_compiler=lambda gm, arguments: self._noted(gm),
@@ -41,13 +55,30 @@ class Rewritten:
         )
 
     def _noted(self, gm: fx.GraphModule) -> Any:
+        plain = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+        self.seen.append(self._rewritten(gm))
+        if self.switch is None:
+            return make_boxed_func(gm.forward)
+        with patch.object(*self.switch, False):
+            self.seen_without.append(self._rewritten(plain))
+
+        def both(*arguments: Any) -> Any:
+            copies = [item.clone() if isinstance(item, Tensor) else item for item in arguments]
+            expected = [*plain.forward(*copies), *copies]
+            results = gm.forward(*arguments)
+            for ours, other in zip((*results, *arguments), expected, strict=True):
+                assert torch.equal(ours.float(), other.float()) if isinstance(ours, Tensor) else ours == other
+            return results
+
+        return make_boxed_func(both)
+
+    def _rewritten(self, gm: fx.GraphModule) -> dict[str, int]:
         for rewrite in self.rewrites:
             rewrite(gm.graph, "cpu")
         gm.graph.lint()
         gm.recompile()
         names = (str(node.target) for node in gm.graph.nodes)
-        self.seen.append(dict(collections.Counter(name.split(".")[1] for name in names if name.startswith("bitplan."))))
-        return torch._functorch.aot_autograd.make_boxed_func(gm.forward)
+        return dict(collections.Counter(name.split(".")[1] for name in names if name.startswith("bitplan.")))
 
     def gradients(self, model: nn.Module, x: Tensor, plan: Plan, recompute: Any) -> list[Tensor]:
         """Of two steps under the plan: the first has no past."""

@@ -88,11 +88,11 @@ def train_without_activations(execution: str, recompute: Any = None) -> Trained:
     return Trained(plan_of(), execution, recompute)
 
 
-@pytest.mark.parametrize("activation", ["e4m3", F8])
-def test_rounded_activations_are_kept_as_codes(activation: Any) -> None:
+@pytest.mark.parametrize(("activation", "recomputes"), [("e4m3", ((), "inputs")), (F8, ("inputs",))])
+def test_rounded_activations_are_kept_as_codes(activation: Any, recomputes: tuple[Any, ...]) -> None:
     emulated = Trained(plan_of(activation), "emulate")
     assert not emulated.is_like(train_without_activations("emulate"))
-    for recompute in ((), "inputs"):
+    for recompute in recomputes:
         plain = train_without_activations("native", recompute)
         packed = Trained(plan_of(activation), "native", recompute)
         assert packed.is_like(emulated)

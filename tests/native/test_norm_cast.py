@@ -100,19 +100,14 @@ def test_graphs_cast_norms_with_the_same_bits(
     partitioner = RecomputePartitioner(RecomputePolicy()) if recast_in_backward else min_cut_rematerialization_partition
     monkeypatch.setattr(norm_fusing, "FUSES_SUMS", sums)
     fused_count = 2 * layers - 1  # of the first sum its terms are kept: the model's input, and a product
-    results = []
-    for fuses in (True, False):
-        monkeypatch.setattr(norm_fusing, "FUSES", fuses)
-        rewritten = rewriting(partitioner, fuse_gates, fuse_norms)
-        results.append(gradients(rewritten, recompute, layers))
-        forward, backward = rewritten.seen
+    rewritten = rewriting(partitioner, fuse_gates, fuse_norms, switch=(norm_fusing, "FUSES"))
+    assert all(gradient.isfinite().all() for gradient in gradients(rewritten, recompute, layers))
+    for fuses, (forward, backward) in ((True, rewritten.seen), (False, rewritten.seen_without)):
         joined = (fused_count if sums else 1) if fuses else 0
         assert (forward.get("norm_amax", 0), forward.get("norm_cast", 0)) == (joined, joined)
         assert "norm_amax" not in backward
         assert backward.get("norm_cast", 0) == (fused_count if fuses and recast_in_backward else 0)
         assert backward["gated_grads_cast"] == layers
-    for first, second in zip(*results, strict=True):
-        assert torch.equal(first, second)
 
 
 class Logits(nn.Module):
@@ -137,29 +132,24 @@ class Logits(nn.Module):
         return logits
 
 
-def test_norms_of_a_llama_of_transformers_are_fused(monkeypatch: pytest.MonkeyPatch, rewriting: Any) -> None:
+def test_norms_of_a_llama_of_transformers_are_fused(rewriting: Any) -> None:
     layers = 2
     rule = {"match": "*layers*", "op": "linear", **dict.fromkeys(("x", "w", "dy"), F8)}
     plan = Plan.from_dict({"version": 1, "rules": [rule]})
     fused_count = 2 * layers - 1  # of the first sum its terms are kept: the embedding, and a product
-    results = []
-    for fuses in (True, False):
-        monkeypatch.setattr(norm_fusing, "FUSES", fuses)
-        torch.manual_seed(0)
-        model = Logits(layers).bfloat16()
-        for name, weight in model.named_parameters():
-            if "norm" in name:
-                nn.init.normal_(weight)
-        rewritten = rewriting(RecomputePartitioner(RecomputePolicy()), fuse_gates, fuse_norms)
-        results.append(rewritten.gradients(model, torch.randint(32, (2, 16)), plan, "inputs"))
-        forward, backward = rewritten.seen
-        joined = fused_count if fuses else 0
-        assert [graph.get("norm_cast", 0) for graph in rewritten.seen] == [joined, joined]
+    torch.manual_seed(0)
+    model = Logits(layers).bfloat16()
+    for name, weight in model.named_parameters():
+        if "norm" in name:
+            nn.init.normal_(weight)
+    partitioner = RecomputePartitioner(RecomputePolicy())
+    rewritten = rewriting(partitioner, fuse_gates, fuse_norms, switch=(norm_fusing, "FUSES"))
+    rewritten.gradients(model, torch.randint(32, (2, 16)), plan, "inputs")
+    for joined, (forward, backward) in ((fused_count, rewritten.seen), (0, rewritten.seen_without)):
+        assert [graph.get("norm_cast", 0) for graph in (forward, backward)] == [joined, joined]
         assert (forward.get("norm_amax", 0), backward.get("norm_amax", 0)) == (joined, 0)
         # One cast serves query, key and value, another gate and up; the attention's result is cast by itself.
         assert forward["float8_cast"] + joined == 3 * layers + 7 * layers
-    for first, second in zip(*results, strict=True):
-        assert torch.equal(first, second)
 
 
 def traced(function: Any, *given: Tensor) -> fx.GraphModule:

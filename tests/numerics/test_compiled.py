@@ -64,7 +64,11 @@ UNSCALED: list[Case] = [
     # Each way through the code: magic addition, prefix addition, bit addition, carried by float64 (e8m3b1).
     *((name, "nearest", {}) for name in ("fp32", "tf32", "bf16", "fp16", "e5m2", "e4m3", "e3m4", "e2m1")),
     *((name, "nearest", {}) for name in ("e4m3b4", "e6m9b0", "e8m0", "e4m3ns", "e8m3b1", "int8")),
-    *((name, rounding, {}) for rounding in ROUNDINGS[1:] for name in ("bf16", "e4m3", "e8m3b1", "e8m0", "int8")),
+    # The other roundings differ from "nearest" in how they add bits: each of them on each of these ways at least once.
+    *((name, rounding, {}) for rounding in ROUNDINGS[1:] for name in ("e4m3", "e8m3b1")),
+    ("bf16", "stochastic", {}),
+    ("e8m0", "nearest-away", {}),
+    ("int8", "toward-zero", {}),
     *((name, "nearest", {"overflow": "special"}) for name in ("e4m3", "e4m3b4", "e5m2", "e2m1")),
     *((name, "nearest", {"overflow": "saturate"}) for name in ("bf16", "fp16")),
     *((name, "nearest-away", {"overflow": "special"}) for name in ("e4m3", "e5m2b0", "e6m9b0", "e4m3ns")),
@@ -73,7 +77,8 @@ UNSCALED: list[Case] = [
     ("fp16", "stochastic", {"overflow": "special"}),
 ]
 NARROW: list[Case] = [
-    *((name, rounding, {}) for rounding in ("nearest", "stochastic") for name in ("e4m3", "e5m2", "e2m1")),
+    *((name, "nearest", {}) for name in ("e4m3", "e5m2", "e2m1")),
+    ("e4m3", "stochastic", {}),
     ("int4", "nearest", {"scale": "tensor"}),
     ("mxfp8", "nearest", {}),
 ]
@@ -139,8 +144,8 @@ def test_ties_away_from_zero_take_few_operations() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_the_other_input_types(dtype: torch.dtype) -> None:
-    assert_compiled_equals_eager(any_floats(2000, dtype), NARROW[:6])
-    assert_compiled_equals_eager(spread(40, 50).to(dtype), NARROW[6:])
+    assert_compiled_equals_eager(any_floats(2000, dtype), NARROW[:4])
+    assert_compiled_equals_eager(spread(40, 50).to(dtype), NARROW[4:])
 
 
 SCALED: list[Case] = [
@@ -154,15 +159,11 @@ SCALED: list[Case] = [
 ]
 #: 50 and 5 are multiples of no block here: the last one is ragged.
 BLOCKS: list[Case] = [
-    ("mxfp8", "nearest", {}),
     ("mxfp4", "stochastic", {}),
     ("mxint8", "nearest-away", {}),
-    ("nvfp4", "nearest", {}),
-    ("nvfp4", "stochastic", {"axis": 0}),
-    ("mxfp6", "toward-zero", {"axis": 0}),
+    ("nvfp4", "nearest", {"axis": 0}),
     ("uint4", "nearest", {"scale": "block", "block": 20}),
     ("uint4", "nearest", {"scale": "block", "block": (3, 20)}),
-    ("e4m3", "nearest", {"scale": "block", "block": (2, 16)}),
     ("nvfp4", "stochastic", {"block": (16, 16)}),
 ]
 
@@ -175,7 +176,7 @@ def test_blocks_with_ragged_ends_in_two_layouts() -> None:
     """Inductor's C++ loops once left such an end unwritten."""
     assert_compiled_equals_eager(spread(12, 50), BLOCKS)
     x = spread(3, 40, 5, 6).to(memory_format=torch.channels_last)
-    assert_compiled_equals_eager(x, [(name, rounding, {**more, "axis": 1}) for name, rounding, more in BLOCKS[1:3]])
+    assert_compiled_equals_eager(x, [("mxfp4", "stochastic", {"axis": 1})])
 
 
 def test_a_cut_through_the_blocks_reads_what_was_rounded() -> None:
@@ -191,11 +192,9 @@ def test_a_cut_through_the_blocks_reads_what_was_rounded() -> None:
 
 def test_packing_and_unpacking() -> None:
     cases: list[Case] = [
-        ("e2m3", "nearest", {}),
         ("int3", "stochastic", {}),  # 300 codes fill no whole bytes: scalar loops, where the hash once came out wrong
         ("fp16", "nearest", {}),
         ("mxfp4", "nearest", {}),
-        ("uint5", "nearest", {"scale": "block", "block": 20}),
         ("uint5", "nearest", {"scale": "block", "block": (3, 20)}),
     ]
 
