@@ -289,3 +289,14 @@ def test_a_result_on_one_series_is_not_taken_for_another(
     assert "taken from" not in capsys.readouterr().out
     (study,) = json.loads((tmp_path / "runs" / "forecast.json").read_text(encoding="utf-8"))["studies"]
     assert study["study"] == "dlinear on demand"
+
+
+def test_a_deficit_of_which_a_seed_diverged_is_not_judged(common: Namespace) -> None:
+    deficits = importlib.import_module("deficits")
+    names = ("FP32", deficits.NONE, deficits.LONGER, "half from 0%", "half from 50%")
+    plans = [plan(name, 0.9, 0.91, 0.92) for name in names]
+    plans[3] = {**plan("half from 0%", 0.9, 0.91), "diverged": [2]}
+    reading = deficits.reading(plans, ACCURACY)
+    assert "Diverged: half from 0%." in reading
+    assert "from 0% diverged, from 12.5% not run" in reading
+    assert "from 50% +0.0000 (undecided)" in reading
