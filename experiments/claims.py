@@ -27,7 +27,7 @@ from bitplan.plans.schedules.named import GROUPS
 from bitplan.significance import LEVEL, SURE, Difference, Judgement, holm, judge
 
 #: Results whose readings are on the page; the others have pages of their own.
-READINGS = ("cifar", "ptb", "sst2", "detection", "forecast", "rl", "rl-acrobot")
+READINGS = ("cifar", "ptb", "sst2", "detection", "forecast", "forecast-demand", "rl", "rl-acrobot")
 HEADINGS = ("what the paper says", "what was run", "gain (95 %)", "verdict", "command")
 BALANCED = GROUPS["balanced"]
 #: The plans of the study of the mismatch.
@@ -322,6 +322,7 @@ def new_domains() -> list[tuple[Study, str]]:
     """Forecasting and reinforcement learning, which the papers left open."""
     return [
         (stored("forecast")[0], "ETTh1, DLinear, 500 steps"),
+        (stored("forecast-demand")[0], "electricity demand, DLinear, 1,000 steps"),
         (stored("rl")[0], "CartPole, PPO, 800 updates"),
         (stored("rl-acrobot")[0], "Acrobot, PPO, 1,000 updates"),
     ]
@@ -415,6 +416,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"claims": claims_table, "readings": readings},
     "new-domains.md": {
         "forecast": lambda: plans_table(stored("forecast")[0]),
+        "demand": lambda: plans_table(stored("forecast-demand")[0]),
         "rl": lambda: plans_table(stored("rl")[0]),
         "acrobot": lambda: plans_table(stored("rl-acrobot")[0]),
         "mismatch": mismatch_table,

@@ -471,6 +471,33 @@ def test_the_sentences_about_forecasting(scripts: dict[str, ModuleType]) -> None
     assert study.plans["FP32"]["metric"] < study.record["floor"] == 0.386
 
 
+def test_the_sentences_about_electricity_demand(scripts: dict[str, ModuleType]) -> None:
+    claims = scripts["claims"]
+    study = claims.stored("forecast-demand")[0]
+    assert study.plans["FP32"]["metric"] < study.record["floor"] == 0.14
+    assert f"{study.command} --out docs/results/forecast-demand.json" in NEW
+    order = study.record["order"]
+    (low, high), trend = order["pearson"]["interval"], order["trend"]
+    assert order["is_sure"]
+    assert trend["concordant"] == trend["pairs"] == 28
+    assert f"all 28 pairs of schedules of different groups are in that order, p = {trend['p_value']:.2g}" in NEW
+    assert f"minus the error is {order['pearson']['value']:+.2f} ({low:+.2f} to {high:+.2f})" in NEW
+    judged, eight = study.judged(), study.plans["static 8"]["metric"]
+    words = {name: claims.word(judged[name]) for name in (*TEN, "static 6")}
+    names = {word: {name for name in words if words[name] == word} for word in words.values()}
+    assert names["loses"] == {"RR", "RTH", "RTV"}
+    assert names["keeps"] == {"LR", "ER", "ETH", "static 6"}
+    assert len(names["undecided"]) == 4
+    more = [100 * (study.plans[name]["metric"] / eight - 1) for name in ("RR", "RTH", "RTV")]
+    assert "RR, RTH and RTV have {:.1f}, {:.1f} and {:.1f} % more error than static 8".format(*more) in NEW
+    assert study.cost("static 6", "static 8") == "56 %"
+    low_cost, *_, high_cost = sorted(study.cost(name, "static 8") for name in claims.BALANCED)
+    assert (low_cost, high_cost) == ("62 %", "64 %")
+    mean, low, high = re.findall(r"-(0\.\d+)", claims.changing(study, "", "static 6").effect)
+    assert f"by {mean} ({high} to {low})" in NEW
+    assert f"have {claims.changing(study, '').effect.removeprefix('mse ')}." in NEW
+
+
 def test_the_sentences_about_reinforcement_learning(scripts: dict[str, ModuleType]) -> None:
     claims = scripts["claims"]
     study = claims.stored("rl")[0]
