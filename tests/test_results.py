@@ -19,7 +19,7 @@ from bitplan.lab.tasks.rl import PPOSettings
 from bitplan.planners.advise import TAU
 from bitplan.planners.assign import AssignRequest, make_assignment
 from bitplan.planners.assign.levels import PAPER
-from bitplan.plans.schedules import TEN
+from bitplan.plans.schedules import TEN, schedule
 from bitplan.significance import judge
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
@@ -498,6 +498,15 @@ def test_the_sentences_about_electricity_demand(scripts: dict[str, ModuleType]) 
     assert f"have {claims.changing(study, '').effect.removeprefix('mse ')}." in NEW
 
 
+def changed_share(name: str, settings: dict[str, str]) -> float:
+    """The share of updates whose bits are not those of the rollout that they learn from."""
+    steps, recipe = int(settings["steps"]), PPOSettings()
+    transitions = int(settings.get("environments", recipe.environments)) * int(settings.get("rollout", recipe.rollout))
+    updates = recipe.epochs * transitions // int(settings["batch"])
+    bits = schedule(name, low=3, high=8, cycles=8).table(steps)
+    return sum(bits[step] != bits[step - step % updates] for step in range(steps)) / steps
+
+
 def test_the_sentences_about_reinforcement_learning(scripts: dict[str, ModuleType]) -> None:
     claims = scripts["claims"]
     study = claims.stored("rl")[0]
@@ -527,6 +536,8 @@ def test_the_sentences_about_reinforcement_learning(scripts: dict[str, ModuleTyp
     mean, low, high = (float(text) for text in re.findall(r"[-+]\d+\.\d+", claims.changing(study, "").effect))
     assert f"have {mean:+.0f} ({low:+.0f} to {high:+.0f})" in NEW
     assert f"up to {max(study.plans[name]['deviation'] for name in TEN):.0f} in standard deviation" in NEW
+    shares = [changed_share(name, settings) for name in TEN]
+    assert f"{100 * min(shares):.0f} to {100 * max(shares):.0f} % of its updates" in NEW
     _, both, _, updates = claims.stored("rl")
     eight = both.judged()["static 3"]
     one = judge(updates.plans["static 3"]["values"], both.plans["static 3"]["values"], 0.0, "higher")
