@@ -552,14 +552,29 @@ def test_the_sentences_about_reinforcement_learning(scripts: dict[str, ModuleTyp
 
 
 def test_the_sentences_about_acrobot(scripts: dict[str, ModuleType]) -> None:
-    study = scripts["claims"].stored("rl-acrobot")[0]
-    assert study.plans["FP32"]["metric"] > study.record["floor"] == -95
-    assert f"FP32 reaches {study.plans['FP32']['metric']:.2f}" in NEW
-    texts = [
-        " and ".join(f"{value:.2f}" for value in study.plans[name]["values"].values())
-        for name in ("CR", "static at the cost of RR")
-    ]
-    assert f"CR has {texts[0]}, and the static plan at the cost of RR {texts[1]}" in NEW
-    assert {judgement.verdict for judgement in study.judged().values()} == {"undecided"}
-    assert {len(plan["values"]) for plan in study.plans.values()} == {2}, "two seeds"
-    assert study.command in NEW
+    claims = scripts["claims"]
+    study = claims.stored("rl-acrobot")[0]
+    means = {name: plan["metric"] for name, plan in study.plans.items()}
+    assert means["FP32"] > study.record["floor"] == -95
+    assert f"FP32 reaches {means['FP32']:.2f} and static 8 {means['static 8']:.2f}" in NEW
+    ranked = sorted(means[name] for name in TEN)
+    assert ranked[0] == means["CR"]
+    assert f"Nine of the ten schedules have means from {ranked[-1]:.2f} to {ranked[1]:.2f}" in NEW
+    reached = [value >= -95 for name in TEN for value in study.plans[name]["values"].values()]
+    assert f"{sum(reached)} of the {len(reached)} runs of schedules reach the floor" in NEW
+    worst = [study.plans[name]["values"]["1"] for name in ("CR", "static at the cost of RR")]
+    assert "with seed 1 CR has {:.2f}, and the static plan at the cost of RR {:.2f}".format(*worst) in NEW
+    assert max(ranked) < means["static 8"]
+    assert f"so is FP32, by {means['static 8'] - means['FP32']:.2f}" in NEW
+    judged = study.judged()
+    assert {judgement.verdict for judgement in judged.values()} == {"undecided"}
+    assert not any(judgement.is_better for judgement in judged.values())
+    (margin,) = {judgement.margin for judgement in judged.values()}
+    narrowest = min(judgement.loss.half_width for judgement in judged.values())
+    assert f"is {margin:.2f}, and the narrowest of all intervals is ±{narrowest:.2f}" in NEW
+    trend = study.record["order"]["trend"]
+    assert f"({trend['concordant']:g} of {trend['pairs']} pairs, p = {trend['p_value']:.2g})" in NEW
+    assert not study.record["order"]["is_sure"]
+    assert f"have {claims.changing(study, '').effect.removeprefix('return ')}." in NEW
+    assert {len(plan["values"]) for plan in study.plans.values()} == {5}, "five seeds"
+    assert f"{study.command} --out docs/results/rl-acrobot.json" in NEW
