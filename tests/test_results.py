@@ -498,6 +498,39 @@ def test_the_sentences_about_electricity_demand(scripts: dict[str, ModuleType]) 
     assert f"have {claims.changing(study, '').effect.removeprefix('mse ')}." in NEW
 
 
+def test_the_sentences_about_an_lstm(scripts: dict[str, ModuleType]) -> None:
+    claims = scripts["claims"]
+    study = claims.stored("forecast-lstm")[0]
+    assert f"{study.command} --out docs/results/forecast-lstm.json" in NEW
+    assert study.plans["FP32"]["metric"] < study.record["floor"] == 0.413
+    judged, eight = study.judged(), study.plans["static 8"]["metric"]
+    words = {name: claims.word(judged[name]) for name in TEN}
+    assert [name for name in TEN if words[name] != "keeps"] == ["RR", "RTH"]
+    assert {words["RR"], words["RTH"]} == {"undecided"}
+    assert {f"{100 * (study.plans[name]['metric'] / eight - 1):.1f}" for name in ("RR", "RTH")} == {"0.8"}
+    assert judged["static 6"].verdict == "keeps"
+    assert study.cost("static 6", "static 8") == "56 %"
+    costs = {name: plan["relative_to_fp32"] for name, plan in study.plans.items()}
+    assert all(costs[name] > costs["static 6"] for name in TEN if words[name] == "keeps")
+    order = study.record["order"]
+    (low, high), trend = order["pearson"]["interval"], order["trend"]
+    assert order["is_sure"]
+    assert trend["concordant"] == trend["pairs"] == 28
+    assert f"minus the error is {order['pearson']['value']:+.2f} ({low:+.2f} to {high:+.2f})" in NEW
+    less = [1 - costs["static at the cost of CR"] / costs[name] for name in claims.BALANCED]
+    assert all(0.08 < share < 0.15 for share in less), "a tenth less"
+    assert f"have {claims.changing(study, '').effect.removeprefix('mse ')}." in NEW
+
+
+def test_plans_of_equal_cost_have_equal_cost(scripts: dict[str, ModuleType]) -> None:
+    claims = scripts["claims"]
+    studies = {title: study for study, title in claims.new_domains()}
+    assert not claims.has_equal_cost(studies["ETTh1, LSTM, 200 steps"], "CR", claims.BALANCED)
+    told = [claim.run for claim in claims.claims() if "of equal cost" in claim.run]
+    assert not any("LSTM" in run for run in told)
+    assert sum("DLinear" in run for run in told) == 2
+
+
 def changed_share(name: str, settings: dict[str, str]) -> float:
     """The share of updates whose bits are not those of the rollout that they learn from."""
     steps, recipe = int(settings["steps"]), PPOSettings()
