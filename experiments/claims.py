@@ -166,7 +166,7 @@ def decided(rows: Sequence[Claim], better: str, worse: str) -> list[Claim]:
 
 
 def has_equal_cost(study: Study, name: str, names: Sequence[str]) -> bool:
-    """Whether the static plan made for the cost of `name` has it; a model of few products may allow other costs only."""
+    """Whether the static plan made for the cost of `name` has it: a model of few products allows few costs only."""
     return all(is_equal_cost(study.plans[each], study.plans[f"{EQUAL_COST} {name}"]) for each in names)
 
 
