@@ -382,9 +382,10 @@ def order_by_cost(plans: Sequence[Mapping[str, Any]], metric: Metric) -> dict[st
     """Whether schedules that cost more are better, and whether they differ from a static plan of their cost.
 
     Of the papers' schedules alone: static plans have an order of their own. None for fewer than four schedules, or for
-    those of a single group.
+    those of a single group. The mean without seeds that diverged would be too good, so there is no verdict on them.
     """
     records = {plan["plan"]: plan for plan in plans if plan["metric"] is not None}
+    diverged = [plan["plan"] for plan in plans if plan["diverged"]]
     groups = {group: [name for name in names if name in records] for group, names in GROUPS.items()}
     groups = {group: names for group, names in groups.items() if names}
     names = [name for own in groups.values() for name in own]
@@ -398,8 +399,10 @@ def order_by_cost(plans: Sequence[Mapping[str, Any]], metric: Metric) -> dict[st
     values = [[sign * value for value in records[name]["values"].values()] for name in names]
     correlation = cost_correlation([records[name]["relative_to_fp32"] for name in names], values, measure=pearson)
     share = seed_share(values)
-    is_sure = tested.is_sure and correlation.low > 0 and not is_one_seed
-    verdict = "one seed, so no verdict" if is_one_seed else "an order" if is_sure else "no order that is sure"
+    lost = [name for own in GROUPS.values() for name in own if name in diverged]
+    why_none = f"{' and '.join(lost)} diverged" if lost else "one seed" if is_one_seed else ""
+    is_sure = tested.is_sure and correlation.low > 0 and not why_none
+    verdict = f"{why_none}, so no verdict" if why_none else "an order" if is_sure else "no order that is sure"
     quality = "the metric" if sign > 0 else f"minus {metric.name}"
     words = [
         f"Groups of schedules, the cheapest first: {listed}; {tested} in the order of cost; Pearson of cost with "
@@ -423,7 +426,7 @@ def order_by_cost(plans: Sequence[Mapping[str, Any]], metric: Metric) -> dict[st
     comparisons = []
     for control in (plan for name, plan in records.items() if name.startswith(EQUAL_COST)):
         equal = [name for name in names if is_equal_cost(records[name], control)]
-        if not equal or is_one_seed:
+        if not equal or why_none or control["plan"] in diverged:
             continue
         difference = Difference.of_mean([records[name]["values"] for name in equal], control["values"])
         comparisons.append({"control": control["plan"], "schedules": equal, **difference.to_dict()})

@@ -118,7 +118,7 @@ def study(experiment: Experiment, subject: Subject, place: str) -> dict[str, Any
 def reading(plans: Sequence[Mapping[str, Any]], metric: Metric) -> str:
     """The conclusions, in sentences."""
     records = {plan["plan"]: plan for plan in plans}
-    lost = [name for name, plan in records.items() if plan["metric"] is None]
+    lost = [name for name, plan in records.items() if plan["metric"] is None or plan["diverged"]]
     if any(name in lost or name not in records for name in (NONE, LONGER)):
         return "The runs without a deficit did not get to their end, so there is nothing to compare with."
     sentences = [f"Diverged: {', '.join(lost)}."] if lost else []

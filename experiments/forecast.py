@@ -13,6 +13,7 @@ A CPU is enough: a run of DLinear takes 8 s of one core in FP32. The same comman
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from common import Experiment, arguments, cyclic_study, in_sentences
@@ -35,6 +36,9 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=tuple(MODELS))
     experiment = Experiment("forecast", parser.parse_args())
     options = experiment.options
+    # In the name of a study and of its folder, so that runs on one series are never taken for those on another.
+    place = [f"data={options.data}"] if options.data else []
+    series = Path(options.data).name.split(".")[0] if options.data else "demand"
     studies: list[dict[str, Any]] = []
     for model in options.models:
         if experiment.is_late:
@@ -42,7 +46,7 @@ def main() -> None:
         recipe, *floors = MODELS[model]
         settings = experiment.settings((f"model={model}", "evaluate_every=500", *recipe), QUICK)
         study = cyclic_study(
-            *(experiment, model, "forecast", [f"data={options.data}"] if options.data else [], settings),
+            *(experiment, f"{model} on {series}", "forecast", place, settings),
             names=("CR", "RR") if options.quick else tuple(TEN),
             bits=RANGE,
             floor=floors[0 if options.data else 1],

@@ -257,3 +257,46 @@ def test_few_schedules_and_one_seed_have_no_order(common: Namespace, monkeypatch
     assert not result["is_sure"]
     assert "one seed, so no verdict" in result["words"]
     assert "equal_cost" not in result
+
+
+def test_schedules_of_which_a_seed_diverged_have_no_order(common: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bitplan.significance.DRAWS", 100)
+    plans = schedules(0.7, 0.71, 0.8, 0.81, 0.9)
+    for broken in ({"diverged": [2]}, {"diverged": [0, 1], "metric": None, "values": {}}):
+        once = [{**record, **broken} if record["plan"] == "CR" else record for record in plans]
+        result = common.order_by_cost(once, ACCURACY)
+        assert not result["is_sure"]
+        assert "CR diverged, so no verdict" in result["words"]
+        assert "equal_cost" not in result
+    control = [{**record, "diverged": [2]} if record["plan"].startswith("static at") else record for record in plans]
+    result = common.order_by_cost(control, ACCURACY)
+    assert "diverged" not in result["words"]  # the order is one of schedules
+    assert "equal_cost" not in result
+
+
+def test_a_result_on_one_series_is_not_taken_for_another(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [f"{hour},{hour % 24},{hour % 7}" for hour in range(400)]
+    (tmp_path / "other.csv").write_text("\n".join(["hour,first,second", *rows]) + "\n", encoding="utf-8")
+    words = ("--quick", "--models", "dlinear", "--data", tmp_path / "other.csv")
+    script, first = ROOT / "experiments" / "forecast.py", tmp_path / "first.json"
+    run(script, *words, "--runs", tmp_path / "runs", "--out", first)
+    capsys.readouterr()
+    run(script, *words, "--runs", tmp_path / "b", "--go-on-from", first)
+    assert "taken from" in capsys.readouterr().out
+    run(script, *words[:3], "--runs", tmp_path / "runs", "--go-on-from", first)
+    assert "taken from" not in capsys.readouterr().out
+    (study,) = json.loads((tmp_path / "runs" / "forecast.json").read_text(encoding="utf-8"))["studies"]
+    assert study["study"] == "dlinear on demand"
+
+
+def test_a_deficit_of_which_a_seed_diverged_is_not_judged(common: Namespace) -> None:
+    deficits = importlib.import_module("deficits")
+    names = ("FP32", deficits.NONE, deficits.LONGER, "half from 0%", "half from 50%")
+    plans = [plan(name, 0.9, 0.91, 0.92) for name in names]
+    plans[3] = {**plan("half from 0%", 0.9, 0.91), "diverged": [2]}
+    reading = deficits.reading(plans, ACCURACY)
+    assert "Diverged: half from 0%." in reading
+    assert "from 0% diverged, from 12.5% not run" in reading
+    assert "from 50% +0.0000 (undecided)" in reading

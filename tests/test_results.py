@@ -19,7 +19,7 @@ from bitplan.lab.tasks.rl import PPOSettings
 from bitplan.planners.advise import TAU
 from bitplan.planners.assign import AssignRequest, make_assignment
 from bitplan.planners.assign.levels import PAPER
-from bitplan.plans.schedules import TEN
+from bitplan.plans.schedules import TEN, schedule
 from bitplan.significance import judge
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
@@ -471,6 +471,75 @@ def test_the_sentences_about_forecasting(scripts: dict[str, ModuleType]) -> None
     assert study.plans["FP32"]["metric"] < study.record["floor"] == 0.386
 
 
+def test_the_sentences_about_electricity_demand(scripts: dict[str, ModuleType]) -> None:
+    claims = scripts["claims"]
+    study = claims.stored("forecast-demand")[0]
+    assert study.plans["FP32"]["metric"] < study.record["floor"] == 0.14
+    assert f"{study.command} --out docs/results/forecast-demand.json" in NEW
+    order = study.record["order"]
+    (low, high), trend = order["pearson"]["interval"], order["trend"]
+    assert order["is_sure"]
+    assert trend["concordant"] == trend["pairs"] == 28
+    assert f"all 28 pairs of schedules of different groups are in that order, p = {trend['p_value']:.2g}" in NEW
+    assert f"minus the error is {order['pearson']['value']:+.2f} ({low:+.2f} to {high:+.2f})" in NEW
+    judged, eight = study.judged(), study.plans["static 8"]["metric"]
+    words = {name: claims.word(judged[name]) for name in (*TEN, "static 6")}
+    names = {word: {name for name in words if words[name] == word} for word in words.values()}
+    assert names["loses"] == {"RR", "RTH", "RTV"}
+    assert names["keeps"] == {"LR", "ER", "ETH", "static 6"}
+    assert len(names["undecided"]) == 4
+    more = [100 * (study.plans[name]["metric"] / eight - 1) for name in ("RR", "RTH", "RTV")]
+    assert "RR, RTH and RTV have {:.1f}, {:.1f} and {:.1f} % more error than static 8".format(*more) in NEW
+    assert study.cost("static 6", "static 8") == "56 %"
+    low_cost, *_, high_cost = sorted(study.cost(name, "static 8") for name in claims.BALANCED)
+    assert (low_cost, high_cost) == ("62 %", "64 %")
+    mean, low, high = re.findall(r"-(0\.\d+)", claims.changing(study, "", "static 6").effect)
+    assert f"by {mean} ({high} to {low})" in NEW
+    assert f"have {claims.changing(study, '').effect.removeprefix('mse ')}." in NEW
+
+
+def test_the_sentences_about_an_lstm(scripts: dict[str, ModuleType]) -> None:
+    claims = scripts["claims"]
+    study = claims.stored("forecast-lstm")[0]
+    assert f"{study.command} --out docs/results/forecast-lstm.json" in NEW
+    assert study.plans["FP32"]["metric"] < study.record["floor"] == 0.413
+    judged, eight = study.judged(), study.plans["static 8"]["metric"]
+    words = {name: claims.word(judged[name]) for name in TEN}
+    assert [name for name in TEN if words[name] != "keeps"] == ["RR", "RTH"]
+    assert {words["RR"], words["RTH"]} == {"undecided"}
+    assert {f"{100 * (study.plans[name]['metric'] / eight - 1):.1f}" for name in ("RR", "RTH")} == {"0.8"}
+    assert judged["static 6"].verdict == "keeps"
+    assert study.cost("static 6", "static 8") == "56 %"
+    costs = {name: plan["relative_to_fp32"] for name, plan in study.plans.items()}
+    assert all(costs[name] > costs["static 6"] for name in TEN if words[name] == "keeps")
+    order = study.record["order"]
+    (low, high), trend = order["pearson"]["interval"], order["trend"]
+    assert order["is_sure"]
+    assert trend["concordant"] == trend["pairs"] == 28
+    assert f"minus the error is {order['pearson']['value']:+.2f} ({low:+.2f} to {high:+.2f})" in NEW
+    less = [1 - costs["static at the cost of CR"] / costs[name] for name in claims.BALANCED]
+    assert all(0.08 < share < 0.15 for share in less), "a tenth less"
+    assert f"have {claims.changing(study, '').effect.removeprefix('mse ')}." in NEW
+
+
+def test_plans_of_equal_cost_have_equal_cost(scripts: dict[str, ModuleType]) -> None:
+    claims = scripts["claims"]
+    studies = {title: study for study, title in claims.new_domains()}
+    assert not claims.has_equal_cost(studies["ETTh1, LSTM, 200 steps"], "CR", claims.BALANCED)
+    told = [claim.run for claim in claims.claims() if "of equal cost" in claim.run]
+    assert not any("LSTM" in run for run in told)
+    assert sum("DLinear" in run for run in told) == 2
+
+
+def changed_share(name: str, settings: dict[str, str]) -> float:
+    """The share of updates whose bits are not those of the rollout that they learn from."""
+    steps, recipe = int(settings["steps"]), PPOSettings()
+    transitions = int(settings.get("environments", recipe.environments)) * int(settings.get("rollout", recipe.rollout))
+    updates = recipe.epochs * transitions // int(settings["batch"])
+    bits = schedule(name, low=3, high=8, cycles=8).table(steps)
+    return sum(bits[step] != bits[step - step % updates] for step in range(steps)) / steps
+
+
 def test_the_sentences_about_reinforcement_learning(scripts: dict[str, ModuleType]) -> None:
     claims = scripts["claims"]
     study = claims.stored("rl")[0]
@@ -500,6 +569,8 @@ def test_the_sentences_about_reinforcement_learning(scripts: dict[str, ModuleTyp
     mean, low, high = (float(text) for text in re.findall(r"[-+]\d+\.\d+", claims.changing(study, "").effect))
     assert f"have {mean:+.0f} ({low:+.0f} to {high:+.0f})" in NEW
     assert f"up to {max(study.plans[name]['deviation'] for name in TEN):.0f} in standard deviation" in NEW
+    shares = [changed_share(name, settings) for name in TEN]
+    assert f"{100 * min(shares):.0f} to {100 * max(shares):.0f} % of its updates" in NEW
     _, both, _, updates = claims.stored("rl")
     eight = both.judged()["static 3"]
     one = judge(updates.plans["static 3"]["values"], both.plans["static 3"]["values"], 0.0, "higher")
@@ -514,14 +585,29 @@ def test_the_sentences_about_reinforcement_learning(scripts: dict[str, ModuleTyp
 
 
 def test_the_sentences_about_acrobot(scripts: dict[str, ModuleType]) -> None:
-    study = scripts["claims"].stored("rl-acrobot")[0]
-    assert study.plans["FP32"]["metric"] > study.record["floor"] == -95
-    assert f"FP32 reaches {study.plans['FP32']['metric']:.2f}" in NEW
-    texts = [
-        " and ".join(f"{value:.2f}" for value in study.plans[name]["values"].values())
-        for name in ("CR", "static at the cost of RR")
-    ]
-    assert f"CR has {texts[0]}, and the static plan at the cost of RR {texts[1]}" in NEW
-    assert {judgement.verdict for judgement in study.judged().values()} == {"undecided"}
-    assert {len(plan["values"]) for plan in study.plans.values()} == {2}, "two seeds"
-    assert study.command in NEW
+    claims = scripts["claims"]
+    study = claims.stored("rl-acrobot")[0]
+    means = {name: plan["metric"] for name, plan in study.plans.items()}
+    assert means["FP32"] > study.record["floor"] == -95
+    assert f"FP32 reaches {means['FP32']:.2f} and static 8 {means['static 8']:.2f}" in NEW
+    ranked = sorted(means[name] for name in TEN)
+    assert ranked[0] == means["CR"]
+    assert f"Nine of the ten schedules have means from {ranked[-1]:.2f} to {ranked[1]:.2f}" in NEW
+    reached = [value >= -95 for name in TEN for value in study.plans[name]["values"].values()]
+    assert f"{sum(reached)} of the {len(reached)} runs of schedules reach the floor" in NEW
+    worst = [study.plans[name]["values"]["1"] for name in ("CR", "static at the cost of RR")]
+    assert "with seed 1 CR has {:.2f}, and the static plan at the cost of RR {:.2f}".format(*worst) in NEW
+    assert max(ranked) < means["static 8"]
+    assert f"so is FP32, by {means['static 8'] - means['FP32']:.2f}" in NEW
+    judged = study.judged()
+    assert {judgement.verdict for judgement in judged.values()} == {"undecided"}
+    assert not any(judgement.is_better for judgement in judged.values())
+    (margin,) = {judgement.margin for judgement in judged.values()}
+    narrowest = min(judgement.loss.half_width for judgement in judged.values())
+    assert f"is {margin:.2f}, and the narrowest of all intervals is ±{narrowest:.2f}" in NEW
+    trend = study.record["order"]["trend"]
+    assert f"({trend['concordant']:g} of {trend['pairs']} pairs, p = {trend['p_value']:.2g})" in NEW
+    assert not study.record["order"]["is_sure"]
+    assert f"have {claims.changing(study, '').effect.removeprefix('return ')}." in NEW
+    assert {len(plan["values"]) for plan in study.plans.values()} == {5}, "five seeds"
+    assert f"{study.command} --out docs/results/rl-acrobot.json" in NEW
