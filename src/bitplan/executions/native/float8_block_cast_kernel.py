@@ -86,7 +86,7 @@ def _codes_of_blocks(value, scale, zero, power_of_two: tl.constexpr, corrections
 def _hide(value, zero):  # type: ignore[no-untyped-def]
     """The values, combined with the hidden zero: the compiler would keep those that it has widened to float32."""
     if value.dtype.primitive_bitwidth == 16:
-        value = (value.to(tl.int16, bitcast=True) ^ zero.to(tl.int16)).to(value.dtype, bitcast=True)
+        value = (value.to(tl.int16, bitcast=True) ^ tl.cast(zero, tl.int16)).to(value.dtype, bitcast=True)
     return value
 
 
