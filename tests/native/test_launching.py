@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +30,7 @@ from bitplan.compiler.launching import (
     inline_kernels,
     with_kernel_inlining,
 )
+from bitplan.executions.native import product  # noqa: F401 - registers all casts
 from bitplan.executions.native.float8_cast import amax_reference, cast_float8, cast_reference
 
 E4M3 = torch.float8_e4m3fn
@@ -154,7 +156,7 @@ def test_torch_looks_once_into_a_kernel_of_ours(monkeypatch: pytest.MonkeyPatch)
 
     def look(kernel: Any, kwargs: dict[str, Any], descriptors: Any) -> list[str]:
         looks.append(kernel.fn.fn.__module__)
-        return list(kwargs)
+        return ["count"]
 
     for name in ("identify_mutated_tensors", "identify_accessed_tensors"):
         monkeypatch.setattr(launching.triton_kernel_wrap, name, look, raising=False)
@@ -170,10 +172,39 @@ def test_torch_looks_once_into_a_kernel_of_ours(monkeypatch: pytest.MonkeyPatch)
             {**arguments, "count": 4},
             {**arguments, "x": torch.ones(3).half()},
         ):
-            assert looked(kernel, values, {}) == ["x", "count"]
+            assert looked(kernel, values, {}) == ["count"]
     assert looks == ["bitplan.compiler.batch_norm_fusion_kernel"] * 3 + ["elsewhere"] * 4
     undo()
     assert launching.triton_kernel_wrap.identify_accessed_tensors is look
+
+
+@pytest.mark.parametrize("version", ["2.11", "2.13"])
+def test_a_kernel_that_torch_cannot_analyse_stays_an_operation(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str
+) -> None:
+    """Where torch assumes that all arguments are written, one tensor given for two of them would be two copies."""
+
+    def kernel(x: Tensor, out: Tensor) -> None: ...
+
+    kernel.__module__ = "bitplan.native.some_kernel"
+
+    def analysis(written: list[str]) -> Any:
+        accesses = [SimpleNamespace(name=name) for name in written]
+        return written if version == "2.11" else SimpleNamespace(read_writes=SimpleNamespace(writes=accesses))
+
+    def launch(written: list[str], x: Tensor, *arguments: Any, wrap: Any) -> Tensor:
+        analyse = launching._cached(lambda kernel, kwargs, *rest: analysis(written))
+        analyse(SimpleNamespace(fn=kernel), {"x": x, "out": x}, {})
+        return amax_reference(x, *arguments)
+
+    for written, replaced in ((["out"], 1), (["x", "out"], 0)):
+        operation = KernelOp("float8_amax", partial(launch, written), OPERATIONS["float8_amax"].supports, ())
+        gm = make_fx(lambda x: torch.ops.bitplan.float8_amax(x, None), tracing_mode="fake")(torch.ones(3))
+        assert inline_kernels(gm.graph, "cpu", {"float8_amax": operation}) == replaced
+        assert len(names_of(gm.graph)) == 1 - replaced
+        gm.recompile()
+        assert gm(torch.tensor([1.0, -2.0, 0.5])).item() == 2.0
+    assert "float8_amax stays an operation in the compiled graph" in caplog.text
 
 
 @pytest.mark.parametrize("recompute", [(), "inputs", "products"])

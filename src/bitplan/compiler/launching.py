@@ -8,6 +8,7 @@ are the same.
 from __future__ import annotations
 
 import functools
+import logging
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -31,6 +32,9 @@ from bitplan.compiler.torch_private import (
     triton_kernel_wrap,
     triton_kernel_wrapper_functional,
 )
+from bitplan.errors import BitplanError
+
+log = logging.getLogger("bitplan")
 
 #: Whether compiled graphs launch the kernels themselves; a switch for comparisons, and for torch versions that cannot.
 INLINES_KERNELS = True
@@ -101,10 +105,16 @@ def inline_kernels(graph: fx.Graph, device: str = "cuda", operations: Mapping[st
     written: set[fx.Node] = set()
     for node in list(graph.nodes):
         operation = by_target.get(node.target) if node.op == "call_function" else None
-        if operation is not None and operation.can_inline(node, device):
-            for launch in _inline(graph, node, operation):
-                _materialize_inputs(graph, launch, written)
-            count += 1
+        if operation is None or not operation.can_inline(node, device):
+            continue
+        try:
+            launches = _inline(graph, node, operation)
+        except UnknownWritesError as error:
+            log.warning("%s stays an operation in the compiled graph, which is slower: %s", operation.name, error)
+            continue
+        for launch in launches:
+            _materialize_inputs(graph, launch, written)
+        count += 1
     return count
 
 
@@ -203,9 +213,25 @@ def _cached(analyse: Callable[..., Any]) -> Callable[..., Any]:
         key = (function, *((name, _argument_key(value)) for name, value in kwargs.items()))
         if key not in results:
             results[key] = analyse(kernel, kwargs, *rest)
+        tensors = {name for name, value in kwargs.items() if isinstance(value, Tensor)}
+        if tensors and tensors <= written_tensors(results[key]):
+            raise UnknownWritesError(f"torch could not analyse what {function.__name__} writes.")
         return results[key]
 
     return cached
+
+
+class UnknownWritesError(BitplanError):
+    """Torch assumes that a kernel of ours writes all of its arguments, its inputs and unused ones, too.
+
+    It does so silently where its analysis fails. Copies of one tensor that is given for several arguments then take
+    each other's place, and results are those of memory that nobody has written.
+    """
+
+
+def written_tensors(accesses: Any) -> set[str]:
+    """The arguments that a kernel writes, by the analysis of torch 2.11 or of torch 2.13."""
+    return set(accesses) if isinstance(accesses, list) else {access.name for access in accesses.read_writes.writes}
 
 
 def _argument_key(value: Any) -> str:
