@@ -55,10 +55,7 @@ SUMMARY = {
     "MobileNet-v2, 256 images, SGD": ("memory-mobilenet-v2-imagenet-h200", "bf16", "", "packed"),
     "GPT, 12 layers of 1024, AdamW": ("memory-gpt-1024-bytes-h200", "bf16", "bf16-adamw8bit", "packed"),
     "Llama blocks, width 2048, forward and backward": (
-        "speed-llama-2048-h200",
-        "bf16",
-        "torchao fp8 tensorwise",
-        "native-fp8-packed, fast sums throughout",
+        *("speed-blocks-h200:llama-2048", "bf16", "torchao fp8 tensorwise", "fp8-train"),
     ),
     "GPT, 1.03e9 parameters, AdamW": (
         "speed-gpt-1b-h200",
@@ -68,14 +65,13 @@ SUMMARY = {
     ),
 }
 
-#: Rows whose torchao figures come from a file of their own: there it was compiled in a process of its own.
-PEER_FILES = {"Llama blocks, width 2048, forward and backward": "speed-llama-2048-torchao-h200"}
-
 
 def rows_of(document: str) -> dict[str, Any]:
-    rows = measured(f"{document}.json")["rows"]
+    """The rows by variant; a shape may stand behind a colon."""
+    name, _, shape = document.partition(":")
+    rows = measured(f"{name}.json")["rows"]
     if isinstance(rows, dict):
-        (rows,) = rows.values()
+        rows = rows[shape] if shape else next(iter(rows.values()))
     return {row["variant"]: row for row in rows}
 
 
@@ -83,18 +79,15 @@ def rows_of(document: str) -> dict[str, Any]:
 def test_the_table_of_the_readme_was_measured(name: str) -> None:
     (line,) = (line for line in README.splitlines() if line.startswith(f"| {name} |"))
     document, *variants = SUMMARY[name]
-    bf16, _, ours = (rows_of(document).get(variant) for variant in variants)
-    peer_rows = rows_of(PEER_FILES.get(name, document))
-    bf16_beside_torchao, torchao = (peer_rows.get(variant) for variant in variants[:2])
+    bf16, torchao, ours = (rows_of(document).get(variant) for variant in variants)
     assert bf16 is not None
-    assert bf16_beside_torchao is not None
     assert ours is not None
     gap = ours.get("loss_gap")
     assert cells(line)[1:] == [
         f"{bf16['peak'] / 2**30:.2f}",
         f"{torchao['peak'] / 2**30:.2f}" if torchao else "",
         f"{ours['peak'] / 2**30:.2f}",
-        f"{bf16_beside_torchao['milliseconds'] / torchao['milliseconds']:.2f}" if torchao else "",
+        f"{bf16['milliseconds'] / torchao['milliseconds']:.2f}" if torchao else "",
         f"{bf16['milliseconds'] / ours['milliseconds']:.2f}",
         "not measured" if gap is None else gap_of(ours),
     ]
@@ -218,6 +211,88 @@ def test_native_speed_was_measured() -> None:
     assert f"{peer['milliseconds'] / plain['milliseconds']:.2f} times BF16's time where the table has 0.81" in text
     for shape in ("llama-2048", "llama-4096"):  # the last row reaches both aims, as it says
         assert variant in measured(f"speed-{shape}-h200.json")["aims"][shape]["reached_by"]
+
+
+#: Heading of a table -> its file and shapes, and each row's variant.
+OWN_PROCESSES: dict[str, tuple[str, tuple[str, ...], dict[str, str]]] = {
+    "| blocks |": (
+        *("speed-blocks-h200", ("llama-2048", "llama-4096")),
+        {
+            "BF16": "bf16",
+            "torchao FP8, tensorwise": "torchao fp8 tensorwise",
+            "preset `fp8-train`": "fp8-train",
+            "preset `fp8-train-small`": "fp8-train-small",
+            "whatever is kept in E4M3, as searches choose (`native-fp8-kept`)": "native-fp8-kept",
+        },
+    ),
+    "| scales for blocks |": (
+        *("speed-block-scales-h200", ("llama-2048", "llama-4096")),
+        {
+            "BF16": "bf16",
+            "torchao FP8, blockwise (prototype)": "torchao fp8 blockwise (prototype)",
+            "preset `deepseek-v3`": "deepseek-v3",
+        },
+    ),
+    "| experts, 8 of 2048 x 7168, 16,384 tokens |": (
+        *("speed-blocks-h200", ("experts",)),
+        {
+            "BF16, `torch._grouped_mm`": "bf16",
+            "torchao FP8, rowwise, grouped (prototype)": "torchao fp8 rowwise, grouped (prototype)",
+            "FP8, a delayed scale for each tensor (`native-fp8-experts`)": "native-fp8-experts",
+            "FP8, a scale for each row (`native-fp8-experts-rowwise`)": "native-fp8-experts-rowwise",
+        },
+    ),
+    "| attention, 4 x 4096 tokens, 32 heads of 128, causal, one layer |": (
+        *("speed-blocks-h200", ("attention",)),
+        {"BF16 (cuDNN)": "bf16", "preset `fp8-attention`": "fp8-attention"},
+    ),
+    "| Llama 3.2 1B from transformers |": (
+        *("speed-llama-1b-h200", ("llama_1b",)),
+        {
+            "BF16, the whole model": "bf16",
+            "torchao FP8, tensorwise, whole": "torchao fp8 tensorwise",
+            "`fp8-train`, the whole model": "fp8-train",
+            "`fp8-train`, equal blocks compiled once": "fp8-train, equal blocks once",
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("heading", OWN_PROCESSES)
+def test_rows_of_own_processes_were_measured(heading: str) -> None:
+    file, shapes, variants = OWN_PROCESSES[heading]
+    document = measured(f"{file}.json")
+    assert document["processes"] == "one per row"
+    shown = {name: [cell.replace("*", "") for cell in cells] for name, *cells in table(heading)}
+    decimals = 1 if len(shapes) > 1 or "1b" in file else 2
+    expected: dict[str, list[str]] = {}
+    for name, variant in variants.items():
+        rows = [rows_of(f"{file}:{shape}")[variant] for shape in shapes]
+        figures = [(f"{row['milliseconds']:.{decimals}f}", f"{row['peak'] / 2**30:.2f}") for row in rows]
+        expected[name] = [", ".join(pair) for pair in figures] if len(shapes) > 1 else list(figures[0])
+        if "1b" in file:
+            expected[name].append(f"{rows[0]['first_seconds']:.0f}")
+    assert shown == expected
+
+
+def test_sentences_about_rows_of_own_processes_were_measured() -> None:
+    text = " ".join(BENCHMARKS.split())
+    experts, small = rows_of("speed-blocks-h200:experts"), rows_of("speed-llama-1b-h200")
+    gain = experts["bf16"]["milliseconds"] / experts["native-fp8-experts"]["milliseconds"]
+    assert f"{gain:.2f} times BF16's speed (target: 1.25)" in text
+    whole, plain = small["fp8-train"], small["bf16"]
+    assert f"takes {whole['first_seconds'] / plain['first_seconds']:.1f} times BF16's time" in text
+    failed = measured("speed-blocks-h200.json")["failed"]
+    for shape, shown in (("llama-2048", "71.6"), ("llama-4096", "112.9")):
+        assert f"not counted: {shown} ms" in failed[shape]["deepseek-v3"]
+    native = " ".join(page("native").split())
+    ratios = []
+    for variant in ("fp8-train", "torchao fp8 tensorwise"):
+        for shape in ("llama-2048", "llama-4096"):
+            rows = rows_of(f"speed-blocks-h200:{shape}")
+            ratios.append(f"{rows[variant]['milliseconds'] / rows['bf16']['milliseconds']:.2f}")
+    assert f"takes {ratios[0]} times BF16's time on Llama-like blocks of width 2048 and {ratios[1]} at 4096" in native
+    assert f"(torchao {ratios[2]} and {ratios[3]})" in native
 
 
 def test_the_sentences_about_fast_sums_were_measured() -> None:
