@@ -8,8 +8,8 @@ are the same.
 from __future__ import annotations
 
 import functools
-import logging
 import operator
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -32,9 +32,7 @@ from bitplan.compiler.torch_private import (
     triton_kernel_wrap,
     triton_kernel_wrapper_functional,
 )
-from bitplan.errors import BitplanError
-
-log = logging.getLogger("bitplan")
+from bitplan.errors import BitplanError, BitplanWarning
 
 #: Whether compiled graphs launch the kernels themselves; a switch for comparisons, and for torch versions that cannot.
 INLINES_KERNELS = True
@@ -110,7 +108,8 @@ def inline_kernels(graph: fx.Graph, device: str = "cuda", operations: Mapping[st
         try:
             launches = _inline(graph, node, operation)
         except UnknownWritesError as error:
-            log.warning("%s stays an operation in the compiled graph, which is slower: %s", operation.name, error)
+            sentence = f"{operation.name} stays an operation of the compiled graph, which is slower: {error}"
+            warnings.warn(sentence, BitplanWarning, stacklevel=2)
             continue
         for launch in launches:
             _materialize_inputs(graph, launch, written)
