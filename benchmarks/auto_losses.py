@@ -133,7 +133,8 @@ def main(words: Sequence[str] | None = None) -> None:
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
             document = {
                 "benchmark": "auto losses",
-                "command": f"python benchmarks/auto_losses.py --models {' '.join(options.models)}",
+                "command": f"python benchmarks/auto_losses.py --models {' '.join(options.models)} "
+                f"--steps {options.steps} --seeds {options.seeds}",
                 "machine": describe_machine(device),
                 "steps": options.steps,
                 "loss": "mean of the last quarter of the steps",

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,8 @@ from bitplan.lab.models.language_models import GPT, LlamaBlocks, next_token_loss
 from bitplan.lab.train.loop import chosen_device
 from bitplan.machine import describe_machine
 from bitplan.planners.auto.trials import compiling_backward_early
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -228,7 +230,7 @@ class SpeedContender:
         torch.manual_seed(self.seed)
         with self.variant.compile_options(), compiling_backward_early():
             runner = self._runner = self.shape.runner(self.device, self.variant)
-            first = seconds_per_step(partial(_with_room, runner.step), 1, self.device)
+            first = _with_room(partial(seconds_per_step, runner.step, 1, self.device))
             _with_room(runner.step)  # delayed scales and the optimizer's state exist from now on
             _with_room(runner.measure_peak)
         if self.device.type == "cuda":
@@ -252,17 +254,17 @@ class SpeedContender:
             return FullStep(target, self.variant).learn(steps, data_seed)
 
 
-def _with_room(step: Callable[[], None]) -> None:
+def _with_room(make: Callable[[], T]) -> T:
     """Make a step; where other rows have taken the GPU's memory for theirs, try again when they are done."""
     for seconds in (2, 5, 10, 20):
         try:
-            return step()
+            return make()
         except torch.OutOfMemoryError:
             pass  # leaving the block frees what the traceback held
         gc.collect()
         torch.cuda.empty_cache()
         time.sleep(seconds)
-    return step()
+    return make()
 
 
 def bench_speed(

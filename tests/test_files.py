@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from bitplan.files import write_whole
+from bitplan.files import locked, write_whole
 
 
 def test_a_file_is_written_and_overwritten_and_nothing_else_is_left(tmp_path: Path) -> None:
@@ -39,3 +42,36 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
     write_whole(link, "new")
     assert link.is_symlink()
     assert real.read_text() == "new"
+
+
+def held(path: Path, most_seconds: float) -> bool:
+    """Whether somebody else holds the lock, who is not waited for longer than that."""
+    began = time.monotonic()
+    with locked(path, most_seconds):
+        return time.monotonic() - began >= most_seconds
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such locks")
+def test_a_lock_is_waited_for_no_longer_than_asked(tmp_path: Path) -> None:
+    path = tmp_path / "measuring.lock"
+    assert not held(path, 0.3)
+    with locked(path):
+        assert held(path, 0.3)
+    assert not held(path, 0.3)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="only where processes fork")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_lock_does_not_live_on_in_a_process_that_was_forked_meanwhile(tmp_path: Path) -> None:
+    path = tmp_path / "measuring.lock"
+    wake, ends = os.pipe()
+    with locked(path):
+        child = os.fork()
+        if child == 0:
+            os.close(ends)
+            os.read(wake, 1)  # until the other end is closed
+            os._exit(0)
+    assert not held(path, 0.3)
+    os.close(ends)
+    assert os.waitpid(child, 0)[1] == 0
+    os.close(wake)

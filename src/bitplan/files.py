@@ -7,12 +7,16 @@ import math
 import os
 import re
 import sys
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from bitplan.errors import BitplanError
+
+#: Seconds between looks at a lock file.
+_LOCK_POLL = 0.1
 
 # --- Writing files so that nothing a user had is lost
 
@@ -53,12 +57,12 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-# --- JSON as RFC 8259 has it, which knows no NaN and no infinities: they are written as strings such as ``"NaN"``
-
-
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold a lock file while other processes that want it wait; without POSIX locks nobody waits."""
+def locked(path: Path, most_seconds: float | None = None) -> Iterator[None]:
+    """Hold a lock file while other processes that want it wait; without POSIX locks nobody waits.
+
+    :param most_seconds: go on without the lock after so long; by default, wait as long as it takes.
+    """
     if sys.platform == "win32":
         yield
         return
@@ -66,8 +70,28 @@ def locked(path: Path) -> Iterator[None]:
 
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        if most_seconds is None:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        else:
+            _wait_for_lock(file, most_seconds)
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # a process forked meanwhile has the file open, too
+
+
+def _wait_for_lock(file: IO[str], most_seconds: float) -> None:
+    import fcntl
+
+    until = time.monotonic() + most_seconds
+    while time.monotonic() < until:
+        with suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(_LOCK_POLL)
+
+
+# --- JSON as RFC 8259 has it, which knows no NaN and no infinities: they are written as strings such as ``"NaN"``
 
 
 def json_text(content: Any) -> str:

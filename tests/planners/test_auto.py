@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -227,6 +228,28 @@ def test_an_interruption_keeps_what_was_measured_of_a_group(cache: Path) -> None
     first, _ = result.rows
     assert first.name == "no plan"
     assert all(row.trial for row in result.rows)
+
+
+def test_an_interruption_before_the_first_row_is_one_though_others_are_remembered(
+    monkeypatch: pytest.MonkeyPatch, cache: Path
+) -> None:
+    monkeypatch.setattr(TRIALS, "WIDEST_SPREAD", 0.5)
+
+    class Noisy(CountedTrials):
+        def measure_each(self, plans: Any) -> Iterator[tuple[int, Outcome]]:
+            for number, outcome in super().measure_each(plans):
+                assert isinstance(outcome, Trial)
+                yield number, outcome if plans[number] else replace(outcome, spread=1.0)
+
+    class Interrupted(CountedTrials):
+        def measure_each(self, plans: Any) -> Iterator[tuple[int, Outcome]]:
+            assert None in plans
+            raise KeyboardInterrupt
+
+    search(load_problem(), Limits(), Noisy(), steps=0)
+    assert TrialCache().trials
+    with pytest.raises(KeyboardInterrupt):
+        search(load_problem(), Limits(), Interrupted(), steps=0)
 
 
 def test_a_candidate_without_room_beside_others_is_measured_alone() -> None:

@@ -66,8 +66,8 @@ _CALLS = 3
 _WIDEST_RATIOS = 0.2
 #: Alternating measurements of a single product.
 _TURNS = 7
-#: What measuring takes, roughly: to announce it.
-_SECONDS = 20.0
+#: What measuring takes, roughly: to announce it; and how long a process waits at most for others that measure.
+_SECONDS, _MOST_SECONDS_WAITED = 20.0, 60.0
 #: Calls per CUDA graph, so that its launch does not count.
 _CALLS_PER_GRAPH = 10
 _FORMATS = {"int8": "int8", "fp8": "e4m3"}
@@ -248,10 +248,13 @@ def _known(file: Path) -> dict[str, list[Crossing]]:
 
 @contextlib.contextmanager
 def _while_others_wait(file: Path) -> Iterator[None]:
-    """Measure alone: several processes that measure at the same time slow each other, and none trusts its table."""
+    """Measure alone: several processes that measure at the same time slow each other, and none trusts its table.
+
+    Where each must measure for itself, because no table is quiet or can be stored, the last do not wait for all others.
+    """
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # a cache that cannot be written: others are not waited for
-            stack.enter_context(locked(file.with_suffix(".lock")))
+            stack.enter_context(locked(file.with_suffix(".lock"), most_seconds=_MOST_SECONDS_WAITED))
         yield
 
 
@@ -383,10 +386,21 @@ def _timer(call: Callable[[], object], device: torch.device) -> Callable[[], flo
     """A function that makes the call and returns its milliseconds."""
     if device.type != "cuda":
         call()  # compiles the casts
-        return lambda: milliseconds(call, device, 1)
+
+        def timed() -> float:
+            began = time.perf_counter()
+            call()
+            return 1e3 * (time.perf_counter() - began)
+
+        return timed
     with torch.cuda.device(device):
         replay = _capture(call)
-    return lambda: _device_milliseconds(replay) / _CALLS_PER_GRAPH
+
+    def timed_on_device() -> float:
+        with torch.cuda.device(device):  # events are of the current device
+            return _device_milliseconds(replay) / _CALLS_PER_GRAPH
+
+    return timed_on_device
 
 
 def _crossing_im2col(backend: GemmBackend, channels: int, device: torch.device, dtype: torch.dtype) -> Crossing | None:
@@ -468,17 +482,9 @@ def _multiply(backend: GemmBackend, left: Codes, right: Codes, dtype: torch.dtyp
 
 
 def milliseconds(call: Callable[[], object], device: torch.device, calls: int = 5) -> float:
-    """The fastest of several calls, after a warm-up on a GPU."""
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            replay = _capture(call)
-            return min(_device_milliseconds(replay) for _ in range(calls)) / _CALLS_PER_GRAPH
-    best = float("inf")
-    for _ in range(calls):
-        began = time.perf_counter()
-        call()
-        best = min(best, time.perf_counter() - began)
-    return 1e3 * best
+    """The fastest of several calls, after a warm-up."""
+    timed = _timer(call, device)
+    return min(timed() for _ in range(calls))
 
 
 def _device_milliseconds(call: Callable[[], None]) -> float:

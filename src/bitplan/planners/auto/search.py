@@ -366,15 +366,16 @@ class _Search:
         if missing:
             names = ", ".join(candidate.name for candidate in missing)
             self.report(f"measuring {len(missing)} candidate{'s' * (len(missing) > 1)}: {names}")
-        found: dict[str, Outcome] = {c.name: trial for c, trial in zip(new, known, strict=True) if trial is not None}
+        outcomes: dict[int, Outcome] = {place: trial for place, trial in enumerate(known) if trial is not None}
+        places = [place for place, trial in enumerate(known) if trial is None]
         try:
             for number, outcome in self.trials.measure_each([candidate.plan for candidate in missing]):
-                found[missing[number].name] = outcome
+                outcomes[places[number]] = outcome
                 self._note(missing[number], outcome)
-        finally:  # an interruption keeps what was measured before it
-            for candidate in new:
-                if candidate.name in found:
-                    self._add_row(candidate, found[candidate.name])
+        finally:  # an interruption keeps what was measured before it, if the first row is there to compare it with
+            if self.rows or 0 in outcomes:
+                for place, outcome in sorted(outcomes.items()):
+                    self._add_row(new[place], outcome)
 
     def _note(self, candidate: Candidate, outcome: Outcome) -> None:
         """Report a new measurement, and remember it."""
