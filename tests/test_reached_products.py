@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from operand_spy import OperandSpy
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import bitplan as bp
+from bitplan.plans import SLOTS
 
 OPERANDS = {"version": 1, "rules": [{"match": "*", "x": "e4m3", "w": "e4m3", "dy": "e5m2"}]}
 
@@ -122,3 +125,45 @@ def test_a_scripted_function_is_noticed_on_the_example() -> None:
     model, x = Product(scripted, 8, 8), torch.randn(8, 8)
     with pytest.raises(bp.BitplanError, match="mm"):
         bp.attach(model, OPERANDS, example=x)
+
+
+class LeavingRows(TorchDispatchMode):
+    """NaN in the rows of grouped products that are in no group: torch leaves them as they were in memory."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._grouped_mm.default and args[1].dim() == 3:
+            self.calls += 1
+            offsets = kwargs["offs"] if kwargs and "offs" in kwargs else args[2]
+            result[int(offsets[-1]) :] = torch.nan
+        return result
+
+
+class Chain(nn.Module):
+    """Two grouped products, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.randn(2, 16, 16) / 4) for _ in range(2))
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        return F.grouped_mm(F.grouped_mm(x, self.first, offs=ends), self.second, offs=ends)
+
+
+@pytest.mark.parametrize("scale", ["tensor", "vector"])
+def test_rows_in_no_group_have_no_part_in_a_scale(scale: str) -> None:
+    torch.manual_seed(0)
+    model = Chain().bfloat16()
+    x, ends = torch.randn(24, 16).bfloat16().requires_grad_(), torch.tensor([5, 9], dtype=torch.int32)
+    slots = {slot: {"format": "e4m3", "scale": scale} for slot in SLOTS}
+    plan = {"version": 1, "rules": [{"match": "*", "op": "grouped_mm", **slots}]}
+    with bp.attach(model, plan, example=(x, ends), execution="emulate"), LeavingRows() as leaving:
+        y = model(x, ends)[:9]
+        y.float().square().sum().backward()
+    assert leaving.calls == 4  # forward and input gradient of both
+    for result in (y, *(value.grad for value in (x, *model.parameters()))):
+        assert result is not None
+        assert result.isfinite().all()
+        assert result.any()

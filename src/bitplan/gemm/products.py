@@ -108,11 +108,16 @@ class Product:
 
 
 def _grouped_rows(x: Tensor, w: Tensor, offsets: Tensor | None) -> Tensor:
-    """Each group of rows of x times its own matrix of w."""
+    """Each group of rows of x times its own matrix of w; zeros for rows that are in no group.
+
+    torch leaves such rows as they were in memory, and the scale of the next product may be that of all rows.
+    """
     assert offsets is not None
     if _needs_loop(x):
         return grouped_mm(x, w, offsets)
-    return torch.nn.functional.grouped_mm(x, w, offs=offsets)
+    y = torch.nn.functional.grouped_mm(x, w, offs=offsets)
+    is_in_no_group = torch.arange(x.shape[0], device=x.device) >= offsets[-1]
+    return y.masked_fill(is_in_no_group.unsqueeze(1), 0)
 
 
 def _grouped_columns(x: Tensor, dy: Tensor, offsets: Tensor | None) -> Tensor:
